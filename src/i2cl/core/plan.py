@@ -81,14 +81,12 @@ class FitPlan:
     Attributes:
         solver: ``"gauss_newton"`` or ``"adamw"``.
         passes: expected cost, in inference passes over the examples.
-        first_step: share of that cost until the first progress report.
         batch_size: examples per step, or None for as many as a batch holds.
         warning: why the solver is not the usual one for this size, or "".
     """
 
     solver: Literal["gauss_newton", "adamw"]
     passes: float
-    first_step: float
     batch_size: int | None = None
     warning: str = ""
 
@@ -128,18 +126,16 @@ def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
     wrong = size.labels - 1
     first = TRAINING_FORWARD + BACKWARD * wrong + 1
     if steps <= 1:
-        return FitPlan("gauss_newton", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
+        return FitPlan("gauss_newton", first + TRAINING_FORWARD)
     share = LATER_WORD_STEP if size.words else LATER_STEP
     later = (steps - 1) * (share * (TRAINING_FORWARD + BACKWARD * wrong) + RETRIES)
-    passes = first + later + TRAINING_FORWARD
-    return FitPlan("gauss_newton", passes, first / passes)
+    return FitPlan("gauss_newton", first + later + TRAINING_FORWARD)
 
 
 def _adamw(size: FitSize, warning: str) -> FitPlan:
     schedule = adamw_schedule(size.examples, words=size.words)
     epoch = TRAINING_FORWARD + BACKWARD
-    passes = (schedule.epochs + 1) * epoch
-    return FitPlan("adamw", passes, epoch / passes, schedule.batch_size, warning)
+    return FitPlan("adamw", (schedule.epochs + 1) * epoch, schedule.batch_size, warning)
 
 
 def adamw_schedule(examples: int, *, words: bool = False) -> TrainConfig:

@@ -55,7 +55,6 @@ class Draw:
         rows: number of training rows.
         keep_back: one row in this many was held out, 0 for none; see `up_to`.
         seconds: estimated time of the fit; None before the model is known.
-        first_step: share of that time that the first step takes.
         refits: whether a cross-validation fits again for each fold, instead of sharing derivatives with this
             fit (`i2cl.core.anchored.anchor_folds`).
         more: a larger number of shots that the user may prefer, with its number of rows and seconds.
@@ -66,7 +65,6 @@ class Draw:
     rows: int
     keep_back: int = 0
     seconds: float | None = None
-    first_step: float = 1.0
     refits: bool = True
     more: tuple[int, int, float] | None = None
 
@@ -217,7 +215,6 @@ class _Estimate(NamedTuple):
     """Attributes of a `Draw` that depend on the model."""
 
     seconds: float
-    first_step: float
     refits: bool
 
 
@@ -266,7 +263,7 @@ class _Speed:
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
         seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
-        return _Estimate(seconds, plan.first_step, plan.solver != "gauss_newton")
+        return _Estimate(seconds, plan.solver != "gauss_newton")
 
     def _plan(self, shown: Examples) -> FitPlan:
         decoder, method = self.scorer.decoder, self.method
@@ -278,11 +275,10 @@ class _Speed:
             size = FitSize(len(shown), count, vectors * decoder.d_model + words, words > 0)
             return plan_fit(size, fit_memory(config.memory), config.solver, config.steps)
         steps = max(1, getattr(method, "rounds", 1))
-        step = TRAINING_FORWARD + BACKWARD
-        passes, batch_size = 1 + steps * step, None
+        passes, batch_size = 1 + steps * (TRAINING_FORWARD + BACKWARD), None
         if isinstance(method, I2CL) and method.calibration.optimizer == "adamw":
             batch_size = method.calibration.batch_size
-        return FitPlan("adamw", passes, step / passes, batch_size)
+        return FitPlan("adamw", passes, batch_size)
 
 
 def _seconds(decoder: Decoder, queries: Sequence[Ids]) -> float:

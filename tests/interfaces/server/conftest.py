@@ -35,6 +35,16 @@ def catch_refusal(message, function, *args):
     return caught.value
 
 
+def error_of(reply):
+    """Return status and code of an error response, after checks of its message."""
+    outcome = reply.json()["error"]
+    assert outcome["message"]
+    assert outcome["hint"] is None or outcome["message"].endswith(outcome["hint"])
+    assert "Traceback" not in reply.text
+    assert "site-packages" not in reply.text
+    return reply.status_code, outcome["code"]
+
+
 @pytest.fixture
 def open_service(decoder, tmp_path):
     """Function that opens a service of a folder. Services are closed after the test."""

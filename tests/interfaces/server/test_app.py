@@ -19,20 +19,11 @@ from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.routes import management
 from i2cl.interfaces.server.service import Service
 
-from .conftest import LINES, TAR, TEXTS, make_injection, tar_of
+from .conftest import LINES, TAR, TEXTS, error_of, make_injection, tar_of
 from .test_jobs import examples_json, wait_until_ended
 
 TEXT = TEXTS[0]
 FIT_BODY = {"name": "new", "template": "Review: {text}\nSentiment: {label}"}
-
-
-def error_of(reply):
-    outcome = reply.json()["error"]
-    assert outcome["message"]
-    assert outcome["hint"] is None or outcome["message"].endswith(outcome["hint"])
-    assert "Traceback" not in reply.text
-    assert "site-packages" not in reply.text
-    return reply.status_code, outcome["code"]
 
 
 def test_classify_returns_the_scores_of_the_library(client, service):

@@ -9,8 +9,7 @@ from fitting import random_injection
 from i2cl import Task, Template
 from i2cl.models.scoring import LabelScorer
 
-from .conftest import TEXTS
-from .test_app import error_of
+from .conftest import TEXTS, error_of
 
 TEXT = TEXTS[0]
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"

@@ -14,8 +14,7 @@ from i2cl.interfaces.server.labelling_store import Round
 from i2cl.methods.anchored import Anchored
 from processes import until
 
-from .conftest import make_injection
-from .test_app import error_of
+from .conftest import error_of, make_injection
 from .test_authorization import ADMIN, READ, bearer
 from .test_jobs import wait_until_ended
 

@@ -12,8 +12,8 @@ pytest.importorskip("uvicorn")
 from i2cl.interfaces.server.client import Client, ServerError
 from processes import Program, until
 
-from .conftest import TEXTS, make_injection
-from .test_app import CLASSIFY, CLASSIFY_BODY, error_of
+from .conftest import TEXTS, error_of, make_injection
+from .test_app import CLASSIFY, CLASSIFY_BODY
 from .test_jobs import queue_fit
 from .test_serve import address
 

@@ -12,8 +12,8 @@ from i2cl.interfaces.server.service import Service
 from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
 
-from .conftest import HOST, make_injection
-from .test_app import CHAT, CHAT_BODY, CLASSIFY, CLASSIFY_BODY, FIT_BODY, LINES, TEXT, error_of
+from .conftest import HOST, error_of, make_injection
+from .test_app import CHAT, CHAT_BODY, CLASSIFY, CLASSIFY_BODY, FIT_BODY, LINES, TEXT
 
 
 @pytest.fixture(scope="module")

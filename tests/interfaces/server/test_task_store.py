@@ -19,8 +19,8 @@ from fitting import one_line
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.task_store import STATE, TaskStore, content_digest
 
-from .conftest import LINES, TAR, TEXTS, catch_refusal, make_injection, tar_of
-from .test_app import CLASSIFY, error_of
+from .conftest import LINES, TAR, TEXTS, catch_refusal, error_of, make_injection, tar_of
+from .test_app import CLASSIFY
 from .test_jobs import answers, wait_until_ended
 
 

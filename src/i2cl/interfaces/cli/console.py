@@ -203,7 +203,6 @@ class Bar:
         self._shown = shown
         self._task = task
         self._started = time.perf_counter()
-        self._first_step: float | None = None
         self.what = what  # description of the current work
 
     def advance(self, amount: float = 1) -> None:
@@ -212,27 +211,13 @@ class Bar:
 
     def restart(self, total: float | None, what: str) -> None:
         """Begin the next stage of the work."""
-        self._first_step = None
         self._shown.reset(self._task, total=total)
         self.describe(what)
 
-    def expect(self, first_step: float) -> None:
-        """Estimate the time left of a fit whose first step takes this share of it; see `epoch`."""
-        self._first_step = first_step
-        self._started = time.perf_counter()
-
     def epoch(self, step: int, steps: int, loss: float) -> None:
-        """Show a step of a fit, and the time left once the first step is done."""
+        """Show a step of a fit."""
         self._shown.update(self._task, completed=step, total=steps)
-        left = ""
-        if self._first_step is not None and 0 < step < steps:
-            done = self._first_step + (1 - self._first_step) * (step - 1) / (steps - 1)
-            elapsed = time.perf_counter() - self._started
-            seconds = elapsed / done - elapsed
-            left = f", up to {duration(seconds)} left"
-            if step == 1 and seconds > HEARTBEAT_S and not err.is_terminal:
-                note(f"step 1 of {steps} after {duration(elapsed)}{left}")
-        self.describe(f"calibrating, loss {loss:.3f}{left}")
+        self.describe(f"calibrating, loss {loss:.3f}")
 
     def status(self) -> str:
         """Return the description and the progress so far, for output that is not a terminal."""

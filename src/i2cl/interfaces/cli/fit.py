@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -270,9 +269,15 @@ def fit_and_show(
 
     method = request.method
     with console.progress(max(1, method.rounds), "extracting") as bar:
-        observer = _observer(bar, drawn.first_step, plan, output)
-        with _saved_at_least(observer, output):
+        observer = _observer(bar, plan, output)
+        try:
             injection = fit_task(decoder, task, drawn.demonstrations, request, plan, observer)
+        except (KeyboardInterrupt, I2CLError) as error:
+            if not observer.saved:
+                raise
+            if isinstance(error, I2CLError):
+                raise I2CLError(f"{error} ({output} is saved but not evaluated)") from None
+            raise typer.Abort(f"{output} is saved but not evaluated: it has no verdict") from None
     if plan.rows:
         injection.save_pretrained(output)
     if json:
@@ -282,7 +287,7 @@ def fit_and_show(
         _show_fit(injection, method.name, output, observer.seconds, plan)
 
 
-def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
+def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
     """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
     from i2cl.experiments.evidence import multi_label
     from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitObserver
@@ -319,23 +324,7 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
         def scored(self, rows: float) -> None:
             bar.advance(rows)
 
-    bar.expect(first_step)
     return Observer()
-
-
-@contextmanager
-def _saved_at_least(observer: Any, output: Path) -> Iterator[None]:
-    """Say that the fit is saved if its evaluation fails or is interrupted."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not observer.saved:
-            raise
-        raise typer.Abort(f"{output} is saved but not evaluated: it has no verdict") from None
-    except I2CLError as error:
-        if not observer.saved:
-            raise
-        raise I2CLError(f"{error} ({output} is saved but not evaluated)") from None
 
 
 def _show_fit(
