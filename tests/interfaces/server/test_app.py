@@ -126,20 +126,6 @@ def test_chat_joins_text_parts_with_newlines(client):
     assert chat_logprobs(client, [{"role": "user", "content": parts}]) == joined
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-    ],
-)
-def test_chat_refuses_images_and_audio_naming_the_part(client, part):
-    content = [{"type": "text", "text": TEXT}, part]
-    reply = client.post(CHAT, json=CHAT_BODY | {"messages": [{"role": "user", "content": content}]})
-    assert error_of(reply) == (400, "unsupported")
-    assert f"content parts of type '{part['type']}' are not supported" in reply.json()["error"]["message"]
-
-
 def test_chat_has_at_most_as_many_top_logprobs_as_labels(client):
     user = [{"role": "user", "content": TEXT}]
     assert [len(chat_logprobs(client, user, top_logprobs=most)) for most in (0, 1, 20)] == [0, 1, 2]

@@ -28,6 +28,10 @@ def client(tmp_path_factory):
     service.close()
 
 
+PARTS = [
+    {"type": "text", "text": TEXT},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+]
 REFUSED = [
     (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
     (CLASSIFY, {"model": "tiny-llama", "input": TEXT}, 400, "base_model"),
@@ -42,6 +46,7 @@ REFUSED = [
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
     (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
     (CHAT, {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
+    (CHAT, CHAT_BODY | {"messages": [{"role": "user", "content": PARTS}]}, 400, "unsupported"),
     *((CHAT, CHAT_BODY | {"top_logprobs": value}, 422, "bad_request") for value in (21, 1.5, True)),
     *((CHAT, CHAT_BODY | more, 400, "unsupported") for more in ({"n": 2}, {"tools": [{}]})),
     (CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}}, 400, "unsupported"),
