@@ -253,15 +253,6 @@ def test_text_experts_are_fitted_saved_and_used_by_predict(call, home, tmp_path,
     assert torch.equal(again.embeddings.weights, injection.ensemble.embeddings.weights)
 
 
-def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
-    (tmp_path / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
-    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--json")
-    code, out, err = call(*arguments, "--unlabelled", tmp_path / "few.txt")
-    assert code == 0
-    assert "measured on 2 texts is unreliable" in err
-    assert json.loads(out)["label_bias"] == list(Injection.from_pretrained(tmp_path / "new").label_bias)
-
-
 def test_recipe_and_options_reach_the_calibration(call, said, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings

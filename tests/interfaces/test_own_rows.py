@@ -12,7 +12,7 @@ from commands import jsonl
 from i2cl import Injection, load_task
 from i2cl.injections.temperature import TYPICAL_TEMPERATURE
 from i2cl.interfaces.cli import console
-from tiny import tiny_folder, tiny_tokenizer
+from tiny import tiny_folder
 
 ARABIC = [("لم يصل الطرد أبدا", "delivery"), ("تم خصم المبلغ مرتين", "billing")]
 ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word in ("price", "login")]
@@ -23,9 +23,10 @@ def model(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("home") / "model")
 
 
-def write(path, rows, delimiter=",", encoding="utf-8"):
-    lines = [delimiter.join(cells) for cells in [("text", "label"), *rows]]
-    path.write_bytes(("\r\n".join(lines) + "\r\n").encode(encoding))
+def write(path, rows):
+    path.write_text(
+        "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows]), encoding="utf-8"
+    )
     return path
 
 
@@ -38,29 +39,6 @@ def fitted(call, model, path, output, *more):
     code, out, err = call("fit", model, path, "-o", output, "--set", "steps=1", *more)
     assert code == 0, err
     return out, err
-
-
-def test_fit_summarizes_the_rows_of_a_file(call, model, tmp_path, at_80):
-    odd = [("ticket 3 about price", "login"), ("ticket 5 about login", "login"), ("caf\u00e9", "Price")]
-    path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
-    out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
-    assert f"note: {path} is read as Windows-1252" in err
-    assert f"note: {path} is read with semicolons between its cells" in err
-    block, rest = out.split("\n\n", 1)
-    assert all(len(line) <= 80 for line in block.splitlines())
-    message = " ".join(block.split())
-    tokens = max(len(tiny_tokenizer()(text)["input_ids"]) for text, _ in ROWS + odd)
-    for part in (
-        f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
-        "Labels: Price 1, login 14, price 12.",
-        *(
-            "! 'Price' has 1 row: did you mean 'price'? They are treated as different labels.",
-            "! 'ticket 3 about price' is labelled login and price: keep one label.",
-            "All 27 rows used: about ",
-        ),
-    ):
-        assert part in message
-    assert rest.startswith("Saved ")
 
 
 def test_row_summary_is_part_of_json(call, model, tmp_path):
@@ -185,12 +163,6 @@ def test_boolean_labels_are_named_by_name_code_pairs(call, model, tmp_path):
     out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", *pairs)
     assert "Labels: good 12, bad 12." in out
     assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
-
-
-def test_boolean_labels_without_names_are_reported(call, model, tmp_path):
-    out, _ = fitted(call, model, write(tmp_path / "bools.csv", BOOLEANS), tmp_path / "new", "--evaluate", "0")
-    assert "! The labels are booleans: name them for the model" in out
-    assert "'NAME=False,NAME=True'" in out
 
 
 @pytest.mark.parametrize(
