@@ -36,29 +36,6 @@ SPIN_COUNT = "10000"
 KEPT_BYTES = 2**31 - 1  # blocks and free memory up to this size are kept; the largest value of a C int
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
-# Example of each command, shown below its help. The tests run them in this order.
-EXAMPLES = {
-    "demo": "i2cl demo",
-    "fit": "i2cl fit reference mood-colour-1 -o mood --keep-examples",
-    "predict": "i2cl predict mood texts.txt -o labels.csv",
-    "update": "i2cl update mood --rename blue=navy -o marine",
-    "suggest": "i2cl suggest mood texts.txt -n 2 -o to_label.csv",
-    "review": "i2cl review mood labelled.csv",
-    "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
-    "ls": "i2cl ls methods",
-    "cache": "i2cl cache",
-    "check": "i2cl check reference",
-    "export": "i2cl export mood classifier",
-    "verify": "i2cl verify classifier",
-    "push": "i2cl push mood your-name/mood",
-    "serve": "i2cl serve reference --tasks tasks",
-    "experiment ls": "i2cl experiment ls",
-    "experiment run": "i2cl experiment run unlabelled --quick --tasks tickets --workers 1 --store results",
-    "experiment pack": "i2cl experiment pack results packed",
-    "experiment unpack": "i2cl experiment unpack packed unpacked",
-    "report": "i2cl report results --experiments unlabelled",
-}
-
 app = typer.Typer(
     help="Classify text with a frozen LLM from a few labelled examples, without putting them in the prompt.",
     add_completion=False,
@@ -66,30 +43,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(experiment.app, name="experiment")
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo.demo,
-    "fit": fit.fit,
-    "predict": predict.predict,
-    "update": update.update,
-    "suggest": label.suggest,
-    "review": label.review,
-    "eval": evaluate.evaluate,
-    "report": experiment.report,
-    "export": export.export,
-    "verify": export.verify,
-    "push": export.push,
-    "serve": serve.serve,
-    "check": info.check,
-    "ls": info.ls,
-    "cache": info.cache,
-    "experiment ls": experiment.ls,
-    "experiment run": experiment.run,
-    "experiment pack": experiment.pack,
-    "experiment unpack": experiment.unpack,
-}  # in the order of the help
-for _name, _command in _COMMANDS.items():
+# Commands in the order of the help, each with an example that its help shows. Tests run them in this order.
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "demo": (demo.demo, "i2cl demo"),
+    "fit": (fit.fit, "i2cl fit reference mood-colour-1 -o mood --keep-examples"),
+    "predict": (predict.predict, "i2cl predict mood texts.txt -o labels.csv"),
+    "update": (update.update, "i2cl update mood --rename blue=navy -o marine"),
+    "suggest": (label.suggest, "i2cl suggest mood texts.txt -n 2 -o to_label.csv"),
+    "review": (label.review, "i2cl review mood labelled.csv"),
+    "eval": (
+        evaluate.evaluate,
+        "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
+    ),
+    "export": (export.export, "i2cl export mood classifier"),
+    "verify": (export.verify, "i2cl verify classifier"),
+    "push": (export.push, "i2cl push mood your-name/mood"),
+    "serve": (serve.serve, "i2cl serve reference --tasks tasks"),
+    "check": (info.check, "i2cl check reference"),
+    "ls": (info.ls, "i2cl ls methods"),
+    "cache": (info.cache, "i2cl cache"),
+    "experiment ls": (experiment.ls, "i2cl experiment ls"),
+    "experiment run": (
+        experiment.run,
+        "i2cl experiment run unlabelled --quick --tasks tickets --workers 1 --store results",
+    ),
+    "experiment pack": (experiment.pack, "i2cl experiment pack results packed"),
+    "experiment unpack": (experiment.unpack, "i2cl experiment unpack packed unpacked"),
+    "report": (experiment.report, "i2cl report results --experiments unlabelled"),
+}
+EXAMPLES = {name: example for name, (_, example) in _COMMANDS.items()}
+for _name, (_command, _example) in _COMMANDS.items():
     _group = experiment.app if " " in _name else app
-    _group.command(_name.split()[-1], epilog=f"Example: {EXAMPLES[_name]}")(_command)
+    _group.command(_name.split()[-1], epilog=f"Example: {_example}")(_command)
 
 
 @app.callback(invoke_without_command=True)
