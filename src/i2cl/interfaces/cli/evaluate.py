@@ -89,7 +89,7 @@ def evaluate(
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
     failures.sort(key=lambda one: (one.task, one.method, one.seed))
     if json:
-        console.print_json([one.record() for one in (*runs, *failures)])
+        console.print_json([run.record() for run in runs] + [one.record() for one in failures])
     else:
         _show(runs, title, failures)
 

@@ -72,13 +72,18 @@ def _architectures() -> list[Mapping[str, Any]]:
 def _methods() -> list[Mapping[str, Any]]:
     from i2cl.methods import METHODS
 
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for name, method in METHODS.items():
         options = {}
         for option, words in method.options().items():
             default, *others = words.split("|")
             options[option] = {"default": default, "choices": [default, *others] if others else []}
-        row = {"name": name, "what": method.summary, "needs": method.needs, "cached": method.formula}
+        row: dict[str, Any] = {
+            "name": name,
+            "what": method.summary,
+            "needs": method.needs,
+            "cached": method.formula,
+        }
         rows.append(row | {"paper_row": method.paper_row, "options": options})
     return rows
 

@@ -120,9 +120,10 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
         texts = [one.text for one in candidates]
         chosen = _choose(texts, [one.text for one in taken], vectors)
         if task.train:
-            embeddings, expert = (vectors, EmbeddingsExpert) if encoder else (None, TfidfExpert)
-            weight, accuracy, issues = _cross_validate(decoder, project, rows, embeddings, expert.name)
-            result = Round(answer, len(rows), expert.name, accuracy)
+            embeddings = vectors if encoder else None
+            expert = EmbeddingsExpert.name if encoder else TfidfExpert.name
+            weight, accuracy, issues = _cross_validate(decoder, project, rows, embeddings, expert)
+            result = Round(answer, len(rows), expert, accuracy)
             log_probs = _log_probs(task, task.train, [texts[at] for at in chosen], embeddings)
             log_probs = (weight * log_probs).log_softmax(-1)
         else:
