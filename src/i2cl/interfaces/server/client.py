@@ -118,7 +118,7 @@ class AsyncClient:
         return list((await self._send("GET", "/v1/tasks")).json()["data"])
 
     async def fit(
-        self, name: str, examples: Sequence[Mapping[str, Any]], template: str, **options: Any
+        self, /, name: str, examples: Sequence[Mapping[str, Any]], template: str, **options: Any
     ) -> str:
         """Start a fit, and return its job's id.
 
