@@ -26,8 +26,10 @@ from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE, normalised
 
 PRIORS = [WeightPrior(1 / TYPICAL_TEMPERATURE, SPREAD / TYPICAL_TEMPERATURE), *TEXT_PRIORS.values()]
 MEMBERS = ("anchored", "embeddings", "tfidf")
-METHODS = ("ensemble", "typical weights", "product", "anchored", "embeddings", "tfidf")
+OTHER_TASKS = "prior of the other tasks"
+METHODS = ("ensemble", "typical weights", OTHER_TASKS, "product", "anchored", "embeddings", "tfidf")
 RIVALS = ("lora", "setfit")
+NO_PRIOR = WeightPrior(0.5, 100.0)
 FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
 DRAWS = 20
 BEHIND = 0.03  # accuracy behind the best member that counts as far behind
@@ -67,6 +69,18 @@ def collect(store: Store, limit: int, folder: Path) -> dict[tuple[str, int], Sco
     return collected
 
 
+def priors_of_other_tasks(collected: dict[tuple[str, int], Scores], task: str) -> list[WeightPrior]:
+    """Return mean and standard deviation of the best weights on all tasks but one."""
+    weights = np.array(
+        [
+            likely_weights(one["scores"], one["gold"], [NO_PRIOR] * len(MEMBERS))
+            for (name, _), one in collected.items()
+            if name != task
+        ]
+    )
+    return [WeightPrior(*pair) for pair in zip(weights.mean(0), weights.std(0), strict=True)]
+
+
 def text_scores(name: str, seed: int, limit: int) -> np.ndarray:
     """Return the log-probabilities of both text experts on the queries of a task."""
     task = load_task(name)
@@ -76,12 +90,16 @@ def text_scores(name: str, seed: int, limit: int) -> np.ndarray:
     return np.stack([expert.scores(texts, "cpu").double().log_softmax(-1).numpy() for expert in experts])
 
 
-def evaluate(one: Scores) -> dict[str, Any]:
-    """Return accuracies and calibration of members, products and the ensemble on one task and seed."""
+def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
+    """Return accuracies and calibration of members, products and the ensemble on one task and seed.
+
+    ``other_tasks`` are the priors of `priors_of_other_tasks`.
+    """
     scores, gold = one["scores"], one["gold"]
     pooled = {
         "ensemble": cross_fitted(scores, gold, PRIORS, folds=5),
         "typical weights": cross_fitted(scores, gold, PRIORS, folds=0),
+        OTHER_TASKS: cross_fitted(scores, gold, other_tasks, folds=5),
         "product": normalised(scores[0] / TYPICAL_TEMPERATURE + scores[1]),
         "anchored": cross_fitted(scores[:1], gold, PRIORS[:1], folds=5),
         "embeddings": scores[1],
@@ -155,7 +173,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     collected = collect(Store.open(given.store), given.limit, given.scores)
-    records = {f"{task} {seed}": evaluate(one) for (task, seed), one in collected.items()}
+    tasks = {task for task, _ in collected}
+    priors = {task: priors_of_other_tasks(collected, task) for task in sorted(tasks)}
+    records = {f"{task} {seed}": evaluate(one, priors[task]) for (task, seed), one in collected.items()}
     weak = {
         f"{task} {rows}": weak_evidence(collected[task, 0], rows)
         for task in given.weak.split(",")
