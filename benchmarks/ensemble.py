@@ -16,7 +16,7 @@ import numpy as np
 
 from i2cl import load_task
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
-from i2cl.encoders import EmbeddingsConfig
+from i2cl.encoders import MINILM, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import difference
@@ -37,7 +37,7 @@ BEHIND = 0.03  # accuracy behind the best member that counts as far behind
 Scores = dict[str, Any]
 
 
-def collect(store: Store, limit: int, folder: Path) -> dict[tuple[str, int], Scores]:
+def collect(store: Store, limit: int, folder: Path, encoder: str) -> dict[tuple[str, int], Scores]:
     """Return the scores of all members, and predictions of rivals, by task and seed."""
     runs: dict[tuple[str, int], dict[str, Any]] = defaultdict(dict)
     for record in store.records.values():
@@ -56,7 +56,7 @@ def collect(store: Store, limit: int, folder: Path) -> dict[tuple[str, int], Sco
             continue
         path = folder / f"{task}-{seed}.npz"
         if not path.is_file():
-            np.savez_compressed(path, text=text_scores(task, seed, limit))
+            np.savez_compressed(path, text=text_scores(task, seed, limit, encoder))
         anchored = of_method["anchored"]
         scores = np.concatenate([normalised(anchored.scores.array)[None], np.load(path)["text"]])
         gold = np.array(anchored.gold)
@@ -81,11 +81,11 @@ def priors_of_other_tasks(collected: dict[tuple[str, int], Scores], task: str) -
     return [WeightPrior(*pair) for pair in zip(weights.mean(0), weights.std(0), strict=True)]
 
 
-def text_scores(name: str, seed: int, limit: int) -> np.ndarray:
+def text_scores(name: str, seed: int, limit: int, encoder: str) -> np.ndarray:
     """Return the log-probabilities of both text experts on the queries of a task."""
     task = load_task(name)
     shown, texts = task.sample(None, seed), [row.text for row in task.queries(limit)]
-    embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder="minilm"), task, shown, "cpu")
+    embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder=encoder), task, shown, "cpu")
     experts = (embeddings, TfidfExpert.fit(task, shown))
     return np.stack([expert.scores(texts, "cpu").double().log_softmax(-1).numpy() for expert in experts])
 
@@ -168,11 +168,12 @@ def main() -> None:
     )
     parser.add_argument("store", type=Path)
     parser.add_argument("--limit", type=int, default=200)
-    parser.add_argument("--scores", type=Path, required=True)
+    parser.add_argument("--encoder", default=MINILM, help="minilm, or a folder of sentence-transformers")
+    parser.add_argument("--scores", type=Path, required=True, help="one folder per store and encoder")
     parser.add_argument("--weak", default="mr,subj,tickets,trec", help="tasks of the draws with few rows")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    collected = collect(Store.open(given.store), given.limit, given.scores)
+    collected = collect(Store.open(given.store), given.limit, given.scores, given.encoder)
     tasks = {task for task, _ in collected}
     priors = {task: priors_of_other_tasks(collected, task) for task in sorted(tasks)}
     records = {f"{task} {seed}": evaluate(one, priors[task]) for (task, seed), one in collected.items()}
