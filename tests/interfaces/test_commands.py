@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 from itertools import count
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import typer
@@ -143,6 +143,15 @@ def test_piped_output_reports_innermost_work_only(monkeypatch):
     with console.progress(None, "exporting"), console.waiting("loading"):
         until(lambda: "loading" in shown.getvalue())
     assert "exporting" not in shown.getvalue()
+
+
+def test_time_left_is_estimated_after_the_first_step(monkeypatch):
+    shown = piped(monkeypatch)
+    monkeypatch.setattr(console, "time", Mock(perf_counter=count(step=60.0).__next__))
+    with console.progress(4, "fitting") as bar:
+        bar.epoch(1, 4, 0.7)
+        assert bar.what == "calibrating, loss 0.700, up to 3 minutes left"
+    assert not shown.getvalue()
 
 
 def test_ls_lists_tasks_architectures_and_methods(said):

@@ -215,9 +215,11 @@ class Bar:
         self.describe(what)
 
     def epoch(self, step: int, steps: int, loss: float) -> None:
-        """Show a step of a fit."""
+        """Show a step of a fit, and the time left if later steps take as long as those so far."""
         self._shown.update(self._task, completed=step, total=steps)
-        self.describe(f"calibrating, loss {loss:.3f}")
+        seconds = (time.perf_counter() - self._started) * (steps - step) / max(1, step)
+        left = f", up to {duration(seconds)} left" if 0 < step < steps else ""
+        self.describe(f"calibrating, loss {loss:.3f}{left}")
 
     def status(self) -> str:
         """Return the description and the progress so far, for output that is not a terminal."""

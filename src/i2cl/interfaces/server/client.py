@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
 from i2cl.errors import I2CLError, require_packages
@@ -46,6 +46,25 @@ class Prediction:
     probabilities: dict[str, float]  # by label
     digest: str  # of the task's version
     labels: tuple[str, ...] = ()  # all labels, in a multi-label task; else the label, if there is one
+
+
+class FitOptions(TypedDict, total=False):
+    """Optional fields of ``POST /v1/tasks``, see /openapi.json."""
+
+    labels: Sequence[str] | None
+    text_column: str
+    label_column: str
+    label_separator: str | None
+    label_columns: Sequence[str]
+    test: Sequence[Mapping[str, Any]]
+    instruction: str | None
+    chat: bool
+    shots: int | None
+    seed: int
+    method: str | None
+    recipe: str | None
+    settings: Mapping[str, str | int | float | bool]
+    evaluate: int
 
 
 class AsyncClient:
@@ -118,7 +137,11 @@ class AsyncClient:
         return list((await self._send("GET", "/v1/tasks")).json()["data"])
 
     async def fit(
-        self, /, name: str, examples: Sequence[Mapping[str, Any]], template: str, **options: Any
+        self,
+        name: str,
+        examples: Sequence[Mapping[str, Any]],
+        template: str,
+        **options: Unpack[FitOptions],
     ) -> str:
         """Start a fit, and return its job's id.
 
@@ -126,8 +149,7 @@ class AsyncClient:
             name: name of the task.
             examples: rows with ``text`` and ``label``.
             template: with ``{text}`` and ``{label}``.
-            options: other fields of ``POST /v1/tasks``, such as ``shots`` and ``text_column``; see
-                /openapi.json.
+            options: other fields of the request; see `FitOptions`.
 
         Raises:
             ServerError: naming invalid rows.
