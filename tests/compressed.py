@@ -16,7 +16,6 @@ PARITY = Path(__file__).parent / "data" / "parity"
 FOLDER = PARITY / "compressors"
 LOOSE = {"atol": 3e-4, "rtol": 0}
 CLOSE = {"atol": 1e-4, "rtol": 0}
-ALIKE = {"atol": 1e-5, "rtol": 0}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ TEXTS = ["a lifeless film", "the best of the year, by far"]
 
 def test_the_prompt_lists_each_label_behind_a_letter(films, demonstrations):
     predictor = fit("menu", made("llama"), films, demonstrations)
-    prompt = predictor.letters.scorer.prompt("a dull film")
+    prompt = predictor.inner.scorer.prompt("a dull film")
     assert prompt.startswith("a dull film\n\nQuestion:")
     assert prompt.index(f"A: {films.labels[0]}\n") < prompt.index(f"B: {films.labels[1]}\n")
     assert prompt.count("a dull film") == 1
@@ -25,7 +25,7 @@ def test_demonstrations_are_answered_by_the_letter_of_their_label(films, demonst
     predictor = fit("menu_few_shot", made("llama"), films, demonstrations, order=1)
     order = label_order(len(films.labels), 1)
     expected = tuple("AB"[order.index(example.label)] for example in demonstrations)
-    assert tuple(letter for _, letter in predictor.letters.shown) == expected
+    assert tuple(letter for _, letter in predictor.inner.shown) == expected
 
 
 @pytest.mark.parametrize("name", ["menu", "menu_few_shot"])
@@ -33,9 +33,8 @@ def test_scores_come_in_the_order_of_the_labels(name, films, demonstrations):
     decoder = made("llama")
     shuffled = next(seed for seed in range(1, 9) if label_order(len(films.labels), seed) == [1, 0])
     predictor = fit(name, decoder, films, demonstrations, order=shuffled)
-    assert predictor.column == (1, 0)
     scores = predictor.log_probs(TEXTS)
-    assert torch.equal(scores, predictor.letters.log_probs(TEXTS)[:, [1, 0]])
+    assert torch.equal(scores, predictor.inner.log_probs(TEXTS)[:, [1, 0]])
     assert not torch.equal(scores, fit(name, decoder, films, demonstrations).log_probs(TEXTS))
 
 

@@ -21,20 +21,10 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task, Template
 
 
-class NoiseConfig(Settings):
-    """Scale of the noise vector."""
-
-    # ``standard`` (unit variance, as in the released code), or ``matched`` (norm of the context vector that
-    # it replaces, separately for each layer and sublayer)
-    noise_vector: Literal["standard", "matched"] = "standard"
-
-
-def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
-    """Return a Gaussian vector of the same shape as a context vector."""
+def noise_like(real: ContextVector, seed: int) -> ContextVector:
+    """Return a Gaussian vector of unit variance, of the same shape as a context vector."""
     noise_seed = random.Random(f"noise vector {seed}").getrandbits(63)  # independent of calibration's seed
     noise = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(noise_seed))
-    if config.noise_vector == "matched":
-        noise = noise / noise.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
     return replace(real, values=noise)
 
 
@@ -45,12 +35,10 @@ class Noise(I2CL):
     name = "noise"
     summary = "I2CL with a Gaussian vector in place of the context vector"
     paper_row = "Noise vector"
-    settings = (ExtractConfig, CalibrationConfig, NoiseConfig)
-    vector: NoiseConfig = field(default_factory=NoiseConfig)
 
     def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
         """Replace the context vector by noise."""
-        noise = noise_like(self.extract(decoder, task, demonstrations, seed), self.vector, seed)
+        noise = noise_like(self.extract(decoder, task, demonstrations, seed), seed)
         return CalibrationData(task, demonstrations, noise, noise)
 
 

@@ -5,7 +5,6 @@ Source: Xu et al. 2023, https://arxiv.org/abs/2303.13824.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -27,8 +26,6 @@ class KNNConfig(Settings):
 
     neighbours: int = Field(3, ge=1)  # number of anchors that vote
     anchors: int = Field(32, ge=1)  # number of held-out examples; labelled data besides the demonstrations
-    # KL(query || anchor), as in the paper's equation; or KL(anchor || query), as in its released code
-    divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class KNNPrompting(Method):
         anchor_log_probs = prompt.next_token_log_probs([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
         cost = prompt.cost + Cost.of(anchor_log_probs, held_out=len(held_out))
-        return KNNPredictor(prompt, anchor_log_probs, labels, self.config, cost)
+        return KNNPredictor(prompt, anchor_log_probs, labels, self.config.neighbours, cost)
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class KNNPredictor:
     prompt: PromptPredictor
     anchor_log_probs: Float[Tensor, "anchors vocab"]
     anchor_labels: Int[Tensor, " anchors"]
-    config: KNNConfig
+    neighbours: int
     cost: Cost
 
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
@@ -72,19 +69,11 @@ class KNNPredictor:
 
     def _votes(self, texts: Sequence[str]) -> LabelScores:
         query = self.prompt.next_token_log_probs(texts)
-        if self.config.divergence == "anchor_query":
-            distance = kl_divergence(self.anchor_log_probs, query).T
-        else:
-            distance = kl_divergence(query, self.anchor_log_probs)
-        count = min(self.config.neighbours, len(self.anchor_labels))
+        probabilities = query.exp()
+        # KL(query || anchor), in nats
+        distance = (probabilities * query).sum(-1, keepdim=True) - probabilities @ self.anchor_log_probs.T
+        count = min(self.neighbours, len(self.anchor_labels))
         nearest = self.anchor_labels[distance.topk(count, largest=False).indices]
         votes = torch.zeros(len(texts), len(self.prompt.scorer.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
-
-
-def kl_divergence(
-    first: Float[Tensor, "rows vocab"], second: Float[Tensor, "columns vocab"]
-) -> Float[Tensor, "rows columns"]:
-    """Return KL(first || second) in nats for each pair of rows, given as log-probabilities."""
-    return (first.exp() * first).sum(-1, keepdim=True) - first.exp() @ second.T

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pydantic import Field
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, LabelScores, Method
+from i2cl.methods.base import Method, Predictor
+from i2cl.methods.postprocessing import PostProcessedPredictor
 from i2cl.methods.prompting import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import LabelScorer, Progress
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task, Template
 
@@ -37,25 +38,6 @@ class MenuConfig(Settings):
 
 
 @dataclass(frozen=True)
-class MenuPredictor:
-    """Scores letters, and returns the scores in the order of the task's labels.
-
-    Attributes:
-        letters: predictor of the task whose labels are letters.
-        column: index of each label's letter.
-        cost: storage that it needs.
-    """
-
-    letters: PromptPredictor
-    column: tuple[int, ...]
-    cost: Cost
-
-    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
-        """Return the log-probability of each label's letter."""
-        return self.letters.log_probs(texts, progress)[:, list(self.column)]
-
-
-@dataclass(frozen=True)
 class Menu(Method):
     """Lists the labels by letter after the text and scores the letters."""
 
@@ -66,13 +48,13 @@ class Menu(Method):
     settings = (MenuConfig,)
     config: MenuConfig = field(default_factory=MenuConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> MenuPredictor:
-        """Return a predictor for the task. Raises I2CLError for more than 26 labels."""
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
+        """Return a predictor that scores the labels' letters. Raises I2CLError for more than 26 labels."""
         order = label_order(len(task.labels), self.config.order)
         scorer = LabelScorer(decoder, menu_task(decoder, task, order))
         letters = self.predictor(scorer, tuple(menu_examples(demonstrations, order)))
-        column = tuple(order.index(label) for label in range(len(order)))
-        return MenuPredictor(letters, column, letters.cost)
+        columns = [order.index(label) for label in range(len(order))]
+        return PostProcessedPredictor(letters, lambda scores, _: scores[:, columns], letters.cost)
 
     def predictor(self, scorer: LabelScorer, demonstrations: Examples) -> PromptPredictor:
         """Return the predictor of letters; demonstrations are not used."""

@@ -60,7 +60,7 @@ class PromptPredictor:
         """Return the log-probability of each label word."""
         decoder, labels = self.scorer.decoder, self.scorer.labels
         scores = torch.empty(len(texts), len(labels.sequences))
-        for rows, queries, prefix in self._split_by_cache(texts):
+        for rows, queries, prefix in self.split_by_cache(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         require_finite(scores, decoder)
         return scores
@@ -70,10 +70,10 @@ class PromptPredictor:
         decoder, edit = self.scorer.decoder, self.edit
         return in_order(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
-            for rows, queries, prefix in self._split_by_cache(texts)
+            for rows, queries, prefix in self.split_by_cache(texts)
         )
 
-    def _split_by_cache(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+    def split_by_cache(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Yield (rows, queries, prefix) of the prompts that can use the cache, then of the others.
 
         A prompt cannot use the cache if the tokenizer merges its text with the last token of the prefix.

@@ -1,7 +1,7 @@
 """What the prompt compressors share: loading, demonstrations as text, and prediction after soft prompts."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, LabelScores
+from i2cl.methods.base import Cost
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.batching import Ids
 from i2cl.models.checkpoint import checkpoint_folder, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import LabelScorer, Progress, require_finite, require_texts, score
+from i2cl.models.scoring import LabelScorer, require_texts
 from i2cl.tasks import Examples, Task
 
 MATCH_HINT = "use a compressor that was trained with this model"
@@ -142,22 +143,14 @@ def encode_without_special_tokens(decoder: Decoder, texts: Sequence[str]) -> lis
 
 
 @dataclass(frozen=True)
-class SoftPromptPredictor:
+class SoftPromptPredictor(PromptPredictor):
     """Scores label words after a soft prompt and a query.
 
     Attributes:
-        scorer: encodes queries and labels of the task.
-        prefix: cached keys and values of the soft prompt.
         right: tokens after each query.
-        edit: edit of the activations.
-        cost: storage and data that the predictor needs.
     """
 
-    scorer: LabelScorer
-    prefix: Prefix
     right: Ids = ()
-    edit: Edit | None = None
-    cost: Cost = field(default_factory=Cost)
 
     @classmethod
     def of(
@@ -165,17 +158,15 @@ class SoftPromptPredictor:
     ) -> "SoftPromptPredictor":
         """Return a predictor for a task; the soft prompt includes the opening of its template."""
         scorer = LabelScorer(decoder, replace(task, template=replace(task.template, opening="")))
-        return cls(scorer, prefix, right, edit, Cost.of(prefix))
+        return cls(scorer, prefix=prefix, edit=edit, cost=Cost.of(prefix), right=right)
 
-    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
-        """Return the log-probability of each label word; texts that exceed the context are truncated."""
+    def split_by_cache(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+        """Yield all queries, which follow the soft prompt; texts that exceed the context are truncated."""
         require_texts(texts)
-        decoder, labels = self.scorer.decoder, self.scorer.labels
+        decoder = self.scorer.decoder
         front = len(decoder.encoder.front)  # special tokens are removed from each query
-        used = self.prefix.next_position + len(self.right) + labels.room - front
+        position = self.prefix.next_position if self.prefix else 0
+        used = position + len(self.right) + self.scorer.labels.room - front
         limit = None if decoder.max_length is None else decoder.max_length - used
         encoded = decoder.encoder.encode(self.scorer.prompt, texts, limit)
-        queries = [ids[front:] + self.right for ids in encoded]
-        scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
-        require_finite(scores, decoder)
-        return scores
+        yield list(range(len(texts))), [ids[front:] + self.right for ids in encoded], self.prefix

@@ -5,14 +5,13 @@ Source: Yen, Gao and Chen 2024, https://arxiv.org/abs/2402.16617, and the releas
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaModel
 
@@ -25,22 +24,15 @@ from i2cl.methods.compressors.base import (
     exchanges,
     require_model_type,
 )
-from i2cl.methods.prompting import PromptPredictor, common_prefix_ids
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 MAX_CHUNK_TOKENS = 256
-
-
-class CEPEConfig(Settings):
-    """``in_decoder`` is the number of demonstrations given to the decoder as text (2 in the release)."""
-
-    in_decoder: int = Field(0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class CrossAttention(Edit):
     def __init__(
         self, layers: Mapping[int, CrossLayer], states: Float[Tensor, "tokens width"], heads: int, eps: float
     ) -> None:
-        self.layers = layers if len(states) else {}
+        self.layers = layers
         self.states = states
         self.heads, self.eps = heads, eps
         self._residual = states  # replaced in every layer
@@ -132,12 +124,7 @@ class ContextEncoder:
             output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
             for row, hidden in zip(rows, output.last_hidden_state, strict=True):
                 states[row] = hidden[: len(chunks[row])]
-        empty = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
-        return torch.cat([empty.to(self.encoder.dtype), *(states[row] for row in range(len(chunks)))])
-
-    def edit(self, states: Float[Tensor, "tokens width"]) -> CrossAttention:
-        """Return an edit that lets the decoder attend to states."""
-        return CrossAttention(self.layers, states, self.heads, self.eps)
+        return torch.cat([states[row] for row in range(len(chunks))])
 
 
 @dataclass(frozen=True)
@@ -149,26 +136,15 @@ class CEPE(Method):
     paper_row = "CEPE"
     needs = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
     formula = "2(M/K)DL"
-    settings = (CEPEConfig,)
-    config: CEPEConfig = field(default_factory=CEPEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Encode the demonstrations.
-
-        Raises:
-            I2CLError: if the model is not a CEPE model, or the demonstrations in the prompt exceed the
-                context.
-        """
+        """Encode the demonstrations. Raises I2CLError if the model is not a CEPE model."""
         encoder = context_encoder(decoder)
-        first = demonstrations[: self.config.in_decoder]
-        texts = exchanges(decoder, task, demonstrations)[len(first) :]
+        texts = exchanges(decoder, task, demonstrations)
         chunks = _truncate(encode_without_special_tokens(decoder, texts), task)
-        shown = tuple((decoder.encoder.literal(one.text), task.labels[one.label]) for one in first)
-        scorer = LabelScorer(decoder, task)
         with torch.no_grad():
-            edit = encoder.edit(encoder.states(chunks))
-            prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=edit) if shown else None
-        return PromptPredictor(scorer, shown, prefix, edit, cost=Cost.of(edit.states, prefix))
+            edit = CrossAttention(encoder.layers, encoder.states(chunks), encoder.heads, encoder.eps)
+        return PromptPredictor(LabelScorer(decoder, task), edit=edit, cost=Cost.of(edit.states))
 
 
 def _truncate(chunks: Sequence[Ids], task: Task) -> list[Ids]:
@@ -181,11 +157,7 @@ def _truncate(chunks: Sequence[Ids], task: Task) -> list[Ids]:
     return [ids[-MAX_CHUNK_TOKENS:] for ids in chunks]
 
 
-# Encoders by model, device and dtype. They must not reference the model, which would then never be freed.
-_ENCODERS: WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], ContextEncoder]]
-_ENCODERS = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=1)
 def context_encoder(decoder: Decoder) -> ContextEncoder:
     """Return the encoder of a model, loaded once.
 
@@ -193,13 +165,6 @@ def context_encoder(decoder: Decoder) -> ContextEncoder:
         I2CLError: if the model is not a CEPE model, or its tensors are missing or have the wrong shape.
     """
     require_model_type(decoder, CEPE.name, {"llama"})
-    encoders, key = _ENCODERS.setdefault(decoder.model, {}), (decoder.device, decoder.model.dtype)
-    if key not in encoders:
-        encoders[key] = _load(decoder)
-    return encoders[key]
-
-
-def _load(decoder: Decoder) -> ContextEncoder:
     compressor = Compressor.of_checkpoint(
         decoder,
         CEPE.name,

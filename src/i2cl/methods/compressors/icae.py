@@ -42,7 +42,7 @@ MAX_CONTEXT_TOKENS = 512  # version 1
 LORA_ALPHA = 32.0  # updates are scaled by alpha / rank
 TOKENS_PER_SLOT = 4  # version 2 (approximately)
 MEMORY = "memory_token_embed.weight"
-SPECIAL_EMBEDDINGS = ("ae", "lm", "ft")  # last rows of the memory embeddings, in this order
+SPECIAL_EMBEDDINGS = 3  # last rows of the memory embeddings; the last one marks a prompt
 # Version 2: Mistral's token ids of "<s>[INST]" before the slots and of "[/INST]" after the query.
 LEFT, RIGHT = (1, 733, 16289, 28793), (733, 28748, 16289, 28793)
 FILE_NAMES = ("icae.safetensors", "icae.pt")  # of a compressor in the model's folder
@@ -77,25 +77,17 @@ class AutoEncoder:
 
     Attributes:
         decoder: the frozen model.
-        embeddings: input embeddings of the m memory tokens, then of ae, lm and ft.
+        memory: input embeddings of the memory tokens.
+        prompt_mark: input embedding before a prompt ("ft" in the release).
         adapter: LoRA matrices A (rank x in) and B (out x rank) by module; B includes the scale.
         version: the release.
     """
 
     decoder: Decoder
-    embeddings: Float[Tensor, "m_and_3 d"]
+    memory: Float[Tensor, "m d"]
+    prompt_mark: Float[Tensor, "1 d"]
     adapter: Mapping[str, tuple[Tensor, Tensor]]
     version: Literal["1", "2"]
-
-    @property
-    def memory(self) -> Float[Tensor, "m d"]:
-        """Input embeddings of the memory tokens."""
-        return self.embeddings[: -len(SPECIAL_EMBEDDINGS)]
-
-    def special(self, name: str) -> Float[Tensor, "1 d"]:
-        """Return the special input embedding ``"ae"``, ``"lm"`` or ``"ft"``."""
-        row = len(self.memory) + SPECIAL_EMBEDDINGS.index(name)
-        return self.embeddings[row : row + 1]
 
     @contextmanager
     def adapted(self) -> Iterator[None]:
@@ -169,10 +161,10 @@ def soft_prompt_predictor(
     """
     decoder, edit = encoder.decoder, None
     right: Ids = RIGHT
-    vectors = torch.cat([slots, encoder.special("ft")])
+    vectors = torch.cat([slots, encoder.prompt_mark])
     if encoder.version == "1":
         # the embedding of a placeholder token after the query is replaced by the special vector
-        right, edit = (0,), ReplaceLastEmbedding(encoder.special("ft")[0])
+        right, edit = (0,), ReplaceLastEmbedding(encoder.prompt_mark[0])
     else:
         vectors = torch.cat([decoder.embed(LEFT), vectors])
     if decoder.max_length is not None and len(vectors) + len(right) >= decoder.max_length:
@@ -191,7 +183,7 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     name = config.compressor or _find_file(decoder)
     compressor = Compressor(read_tensors(name, lambda key: key == MEMORY or ".lora_" in key))
     memory = compressor.tensor(MEMORY, -1, decoder.d_model)
-    if len(memory) <= len(SPECIAL_EMBEDDINGS):
+    if len(memory) <= SPECIAL_EMBEDDINGS:
         raise I2CLError(f"{name!r} has only {len(memory)} memory embeddings: give another file")
     adapter = dict(_lora_matrices(decoder, compressor))
     if len(adapter) != 2 * decoder.layers:
@@ -199,7 +191,8 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
             f"{name!r} adapts {len(adapter)} projections, but {decoder.name!r} has {2 * decoder.layers}: "
             f"{MATCH_HINT}"
         )
-    return AutoEncoder(decoder, cast(decoder, memory), adapter, version)
+    memory = cast(decoder, memory)
+    return AutoEncoder(decoder, memory[:-SPECIAL_EMBEDDINGS], memory[-1:], adapter, version)
 
 
 def _find_file(decoder: Decoder) -> str:
