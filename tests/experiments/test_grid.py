@@ -42,7 +42,7 @@ def test_cells_are_rows_times_tasks_times_seeds():
     assert {cell.shots for cell in cells if ROWS[1].holds(cell)} == {1}
 
 
-@pytest.mark.parametrize("total", [1, 2, 9, 16, 100])
+@pytest.mark.parametrize("total", [1, 16])
 def test_smaller_choices_of_tasks_are_subsets_of_larger_ones(total):
     names = [str(number) for number in range(total)]
     chosen = [spread(names, count) for count in range(1, total + 1)]

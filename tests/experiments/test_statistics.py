@@ -74,14 +74,6 @@ def test_interval_equals_bootstrap_by_indexing():
     assert result.high == pytest.approx(high, abs=0.01)
 
 
-def test_interval_covers_the_true_accuracy():
-    """Resampling only queries would cover 73 % here, and only seeds 78 %."""
-    rng = np.random.default_rng(2)
-    result = [accuracy([simulated(rng)], resamples=400, seed=number) for number in range(200)]
-    covered = np.mean([one.low <= expected(0.8) <= one.high for one in result])
-    assert 0.89 <= covered <= 0.99
-
-
 def test_interval_covers_the_true_difference():
     rng = np.random.default_rng(3)
     truth = expected(0.8) - expected(0.5)
@@ -197,14 +189,13 @@ POINTS = norm.pdf(EASE / np.sqrt(2)) / np.sqrt(2)
 """Standard deviation of the effect of a seed."""
 
 
-@pytest.mark.parametrize(("seeds", "points"), [(4, 4.4), (6, 4.4), (10, 0)])
-def test_family_wise_error_rate_of_equal_methods(seeds, points):
-    """Compare 8 equal methods with a ninth on 500 queries; ``points``: effect of a seed."""
-    rng = np.random.default_rng(seeds)
+def test_family_wise_error_rate_of_equal_methods():
+    """Compare 8 equal methods with a ninth on 500 queries, where a seed has an effect of 4.4 points."""
+    rng, seeds = np.random.default_rng(4), 4
     families, false = 300, 0
     for _ in range(families):
         hardness = rng.standard_normal(500, np.float32)
-        luck = points / 100 / POINTS * rng.standard_normal((9, seeds, 1))
+        luck = 4.4 / 100 / POINTS * rng.standard_normal((9, seeds, 1))
         reference, *others = EASE + luck + hardness + rng.standard_normal((9, seeds, 500), np.float32) > 0
         accuracies = np.stack(others).mean(2) - reference.mean(1)
         if min(holm(ttest_1samp(accuracies, 0, axis=1).pvalue)) >= ALPHA:

@@ -32,7 +32,7 @@ def of(count):
 
 
 @pytest.mark.parametrize("folds", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("counts", [(2, 2), (5, 5, 5), (2, 9, 3), (20, 2)])
 def test_every_refit_has_all_labels_and_every_row_is_held_out_once(counts, folds, seed):
     shown = rows(*(label for label, count in enumerate(counts) for _ in range(count)))
