@@ -71,6 +71,21 @@ EMBEDDINGS = "sentence_embeddings"
 LARGER_COLUMNS = (OURS, "Few-shot, label prior", "Zero-shot, label prior", "Zero-shot", EMBEDDINGS)
 """Columns of the larger model's table by task."""
 
+ADAPTERS = ("LoRA", "LoRA, label prior", "IA3", "IA3, the paper's rate", "Prefix tuning, from newlines")
+RIVALS = (
+    "Task-vector",
+    "ICV",
+    "Label-anchor",
+    "kNN prompting",
+    "Noise vector",
+    "I2CL",
+    "I2CL, the paper's recipe",
+    "I2CL, loss among labels, from the plain model",
+    "Anchored, label prior",
+    "Anchored, recompute all",
+)
+"""Rows of the tables of trained adapters and of the paper's baselines."""
+
 
 def main() -> None:
     """Write every page and figure."""
@@ -100,12 +115,6 @@ def measured() -> str:
             f"{result.setting.limit} queries per task; the store has {len(records(store)):,} cells."
         )
     return "\n".join(parts)
-
-
-def accuracies() -> str:
-    """Tabulate the accuracy on every task."""
-    result = results("real")
-    return by_task(result, find_lines(result, COLUMNS))
 
 
 def verdicts() -> str:
@@ -143,12 +152,6 @@ def larger() -> str:
         for name, line in lines.items()
     ]
     return table(["Row", "Mean", "Seeds", "Anchored minus row", "95 % interval", "q"], rows)
-
-
-def larger_by_task() -> str:
-    """Tabulate the accuracy of the larger model on every task."""
-    result = results("larger", "qwen")
-    return by_task(result, find_lines(result, LARGER_COLUMNS))
 
 
 def losses() -> str:
@@ -260,26 +263,6 @@ def table_1() -> str:
     return table(["Row", "SmolLM2", "Paper", "I2CL minus row", "95 % interval", "q", "in the paper"], rows)
 
 
-def choices() -> str:
-    """Tabulate the ablations of anchored calibration."""
-    return against_first(results("anchored-ablations"), OURS)
-
-
-def i2cl_choices() -> str:
-    """Tabulate the ablations of I2CL."""
-    return against_first(results("real-ablations"), "I2CL")
-
-
-def texts() -> str:
-    """Tabulate the label prior of zero-shot by number of texts."""
-    return against_first(results("unlabelled"), "64 texts")
-
-
-def texts_on_top() -> str:
-    """Tabulate the label prior of anchored calibration by number of texts."""
-    return against_first(results("anchored-unlabelled"), "No prior")
-
-
 def shots(experiment: str = "anchored-shots") -> str:
     """Tabulate the accuracy by demonstrations per class; means are over all tasks or omitted."""
     result = results(experiment)
@@ -313,35 +296,6 @@ def second_model() -> str:
     result = results("real", "gemma")
     lines = find_lines(result, tuple(LABELS)[::-1])
     return by_task(result, {name: line for name, line in lines.items() if is_complete(result, line)})
-
-
-def adapters() -> str:
-    """Compare trained adapters with anchored calibration."""
-    names = ("LoRA", "LoRA, label prior", "IA3", "IA3, the paper's rate", "Prefix tuning, from newlines")
-    return against_ours(results("real"), names)
-
-
-def rivals() -> str:
-    """Compare the paper's baselines with anchored calibration."""
-    names = (
-        "Task-vector",
-        "ICV",
-        "Label-anchor",
-        "kNN prompting",
-        "Noise vector",
-        "I2CL",
-        "I2CL, the paper's recipe",
-        "I2CL, loss among labels, from the plain model",
-        "Anchored, label prior",
-        "Anchored, recompute all",
-    )
-    return against_ours(results("real"), names)
-
-
-def fewer_queries() -> str:
-    """Tabulate rows that were run on 100 queries per task only."""
-    result = results("real", limit=100)
-    return against_ours(result, ("Prefix tuning", "Prompt tuning"))
 
 
 def frequent() -> str:
@@ -397,26 +351,28 @@ PARTS: dict[str, Callable[[], str]] = {
     "measured": measured,
     "temperatures": temperatures,
     "thresholds": thresholds,
-    "by-task": accuracies,
+    "by-task": lambda: by_task(results("real"), find_lines(results("real"), COLUMNS)),
     "verdicts": verdicts,
     "losses": losses,
     "larger": larger,
-    "larger-by-task": larger_by_task,
+    "larger-by-task": lambda: by_task(
+        results("larger", "qwen"), find_lines(results("larger", "qwen"), LARGER_COLUMNS)
+    ),
     "together": together,
     "products": products,
     "table-1": table_1,
-    "choices": choices,
-    "i2cl-choices": i2cl_choices,
-    "texts": texts,
-    "texts-on-top": texts_on_top,
+    "choices": lambda: against_first(results("anchored-ablations"), OURS),
+    "i2cl-choices": lambda: against_first(results("real-ablations"), "I2CL"),
+    "texts": lambda: against_first(results("unlabelled"), "64 texts"),
+    "texts-on-top": lambda: against_first(results("anchored-unlabelled"), "No prior"),
     "shots": shots,
     "curves": partial(shots, "curves"),
     "curves-tickets": partial(shots, "curves-tickets"),
     "many-labels": partial(shots, "many-labels"),
     "second-model": second_model,
-    "adapters": adapters,
-    "rivals": rivals,
-    "fewer-queries": fewer_queries,
+    "adapters": lambda: against_ours(results("real"), ADAPTERS),
+    "rivals": lambda: against_ours(results("real"), RIVALS),
+    "fewer-queries": lambda: against_ours(results("real", limit=100), ("Prefix tuning", "Prompt tuning")),
     "frequent": frequent,
     "chat": chat,
     "greedy": greedy,
