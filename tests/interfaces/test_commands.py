@@ -162,7 +162,6 @@ def test_ls_lists_tasks_architectures_and_methods(said):
     assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in rows
     assert list(methods) == list(METHODS)
     assert methods["task_vector"]["options"] == {}
-    assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
     options = methods["i2cl"]["options"]
     assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
     assert options["epochs"] == {"default": "100", "choices": []}

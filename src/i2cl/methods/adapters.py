@@ -75,7 +75,6 @@ class AdapterMethod(Method):
     """Trains an adapter on single demonstrations with the paper's schedule."""
 
     needs = "demonstrations, the package peft"
-    formula = "as trained"
     training: AdapterSettings
 
     @abstractmethod

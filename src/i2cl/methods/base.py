@@ -72,10 +72,7 @@ class Method(ABC):
     Attributes:
         name: name on the command line.
         summary: description in one line.
-        paper_row: the corresponding row of the paper's table, or "-".
         needs: data and packages that it requires.
-        formula: the paper's formula for the number of cached values, where D is the model's width, L the
-            number of layers, M the number of demonstration tokens and 1/K the share of tokens kept.
         is_transductive: whether the scores of a text depend on the other texts in the same call.
         is_stochastic: whether the result depends on the sampled demonstrations or the seed. For a wrapper:
             whether it adds such a dependence.
@@ -84,9 +81,7 @@ class Method(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    paper_row: ClassVar[str] = "-"
     needs: ClassVar[str] = "demonstrations"
-    formula: ClassVar[str] = "0"
     is_transductive: ClassVar[bool] = False
     is_stochastic: ClassVar[bool] = True
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()

@@ -106,7 +106,6 @@ class Tfidf(Method):
     name = "tfidf"
     summary = "logistic regression on TF-IDF features, without the model"
     needs = "demonstrations"
-    formula = "(words+1) per label"
     settings = (TfidfConfig,)
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
@@ -157,7 +156,6 @@ class CharTfidf(Method):
     name = "char_tfidf"
     summary = "logistic regression on TF-IDF features of character n-grams, without the model"
     needs = "demonstrations"
-    formula = "(n-grams+1) per label"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ExpertPredictor:
         """Fit the classifier. Raises I2CLError with fewer than two classes, or on an empty text."""
@@ -175,7 +173,6 @@ class SentenceEmbeddings(Method):
     name = "sentence_embeddings"
     summary = "logistic regression on sentence embeddings, without the model"
     needs = "demonstrations, sentence-transformers, a second model"
-    formula = "(d+1) per label"
     settings = (EmbeddingsConfig,)
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
@@ -202,7 +199,6 @@ class SetFit(Method):
     name = "setfit"
     summary = "sentence encoder fine-tuned on pairs of demonstrations, without the model"
     needs = "demonstrations, the package setfit, a second model"
-    formula = "the encoder, (d+1) per label"
     settings = (EncoderConfig,)
     config: EncoderConfig = field(default_factory=EncoderConfig)
 

@@ -30,7 +30,6 @@ class I2CL(Injector):
 
     name = "i2cl"
     summary = "context vector injected with calibrated coefficients"
-    paper_row = "I2CL (ours)"
     settings: ClassVar[tuple[type[Settings], ...]] = (ExtractConfig, CalibrationConfig)
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

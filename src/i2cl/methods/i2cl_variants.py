@@ -34,7 +34,6 @@ class Noise(I2CL):
 
     name = "noise"
     summary = "I2CL with a Gaussian vector in place of the context vector"
-    paper_row = "Noise vector"
 
     def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
         """Replace the context vector by noise."""
@@ -51,7 +50,6 @@ class I2CLUnseen(I2CL):
 
     name = "i2cl_unseen"
     summary = "I2CL whose injected vector comes from other demonstrations"
-    paper_row = "Unseen demo. (figure on robustness)"
     needs = "demonstrations, as many held-out examples"
 
     def fit_cost(self, injection: Injection) -> Cost:
@@ -98,7 +96,6 @@ class I2CLCorrupted(I2CL):
 
     name = "i2cl_corrupted"
     summary = "I2CL with demonstrations corrupted in one of its two stages"
-    paper_row = "Influencing factors (figure on formation)"
     settings = (ExtractConfig, CalibrationConfig, CorruptionConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
 
@@ -122,8 +119,6 @@ class I2CLOverICL(I2CL):
 
     name = "i2cl_over_icl"
     summary = "I2CL with the demonstrations still in the prompt"
-    paper_row = "ICL+I2CL"
-    formula = "2MDL + 2DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Extract, then calibrate with the demonstrations in the prompt.

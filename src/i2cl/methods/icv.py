@@ -60,9 +60,7 @@ class ICV(Method):
 
     name = "icv"
     summary = "direction from sentence to answer added in every layer, norm preserved"
-    paper_row = "ICV"
     needs = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
-    formula = "DL"
     settings = (ICVConfig,)
     config: ICVConfig = field(default_factory=ICVConfig)
 

@@ -23,8 +23,6 @@ NO_COST = Cost()
 class Injector(Method):
     """A method that fits an injection."""
 
-    formula = "2DL"
-
     @property
     @abstractmethod
     def rounds(self) -> int:

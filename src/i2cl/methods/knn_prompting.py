@@ -35,7 +35,6 @@ class KNNPrompting(Method):
     name = "knn_prompting"
     summary = "nearest anchors by next-token distribution after the demonstrations"
     needs = "demonstrations, 32 held-out examples as anchors"
-    formula = "2MDL + anchors x vocabulary"
     settings = (KNNConfig,)
     config: KNNConfig = field(default_factory=KNNConfig)
 

@@ -59,7 +59,6 @@ class LinearProbe(Method):
     name = "linear_probe"
     summary = "logistic regression on states chosen by inner folds"
     needs = "demonstrations"
-    formula = "(D+1) per label, (2D+1) with both tokens"
     settings = (ProbeConfig,)
     config: ProbeConfig = field(default_factory=ProbeConfig)
 

@@ -69,7 +69,6 @@ class MenuFewShot(Menu):
     summary = "options by letter, after demonstrations of the same form"
     is_stochastic = True
     needs = "demonstrations"
-    formula = "2MDL"
 
     def predictor(self, scorer: LabelScorer, demonstrations: Examples) -> PromptPredictor:
         """Cache the demonstrations. Raises I2CLError if the context cannot hold one per class."""

@@ -50,7 +50,6 @@ class LoRA(adapters.AdapterMethod):
 
     name = "lora"
     summary = "low-rank updates of query and value projections"
-    paper_row = "LoRA"
     settings = (LoRASettings,)
     training: LoRASettings = field(default_factory=LoRASettings)
 
@@ -77,7 +76,6 @@ class IA3(adapters.AdapterMethod):
 
     name = "ia3"
     summary = "learned scaling of query, value and feed-forward activations"
-    paper_row = "IA3"
     settings = (adapters.AdapterSettings,)
     training: adapters.AdapterSettings = field(default_factory=adapters.AdapterSettings)
 
@@ -155,7 +153,6 @@ class PromptTuning(VirtualTokenMethod):
 
     name = "prompt_tuning"
     summary = "learned token embedding in front of the query"
-    paper_row = "Soft-prompt / Prompt-tuning"
     kind = "PromptTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
@@ -179,7 +176,6 @@ class PrefixTuning(VirtualTokenMethod):
 
     name = "prefix_tuning"
     summary = "learned key and value of a virtual token in every layer"
-    paper_row = "Prompt-tuning (as the text has it)"
     kind = "PrefixTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)

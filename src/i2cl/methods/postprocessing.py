@@ -70,7 +70,6 @@ class Wrapper(Method):
     """A method that post-processes the scores of another one, written ``inner+name``."""
 
     default: ClassVar[str] = "few_shot"  #: name of the inner method, if none is given
-    formula: ClassVar[str] = "same as the inner method"
 
     def __init__(self, inner: Method | None = None, config: Any = None) -> None:
         self._inner = inner

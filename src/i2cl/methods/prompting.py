@@ -173,7 +173,6 @@ class ZeroShot(Method):
     name = "zero_shot"
     summary = "the query alone"
     is_stochastic = False
-    paper_row = "Zero-shot"
     needs = "nothing"
     settings = (ScoringConfig,)
     config: ScoringConfig = field(default_factory=ScoringConfig)
@@ -192,8 +191,6 @@ class FewShot(Method):
 
     name = "few_shot"
     summary = "demonstrations before the query, their keys and values cached once"
-    paper_row = "Few-shot (ICL)"
-    formula = "2MDL"
     cache: ClassVar[bool] = True
     settings = (ScoringConfig,)
     config: ScoringConfig = field(default_factory=ScoringConfig)
@@ -210,7 +207,6 @@ class FewShotUncached(FewShot):
 
     name = "few_shot_uncached"
     summary = "demonstrations before the query, run again with every query"
-    formula = "0"
     cache: ClassVar[bool] = False
 
 
@@ -223,8 +219,6 @@ class LabelAnchor(Method):
 
     name = "label_anchor"
     summary = "few-shot whose cache keeps only template, newline and label tokens"
-    paper_row = "Label-anchor"
-    formula = "2(M/K)DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Run the demonstrations once and prune their cache to the anchors.

@@ -45,9 +45,7 @@ class TaskVector(Method):
 
     name = "task_vector"
     summary = "state after the demonstrations replaces the query's at one layer"
-    paper_row = "Task-vector"
     needs = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
-    formula = "D"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Capture the states of all layers, then choose a layer. Raises I2CLError on too few examples."""

@@ -38,7 +38,7 @@ def _show_methods(rows: list[Mapping[str, Any]]) -> None:
     listed: dict[str, str] = {}
     for row in rows:
         console.say(f"{row['name']}: {row['what']}")
-        console.say(f"    needs {row['needs']}; caches {row['cached']}; row in the paper: {row['paper_row']}")
+        console.say(f"    needs {row['needs']}")
         options = " ".join(
             f"{name}={'|'.join(option['choices']) or option['default']}"
             for name, option in row["options"].items()
@@ -78,13 +78,7 @@ def _methods() -> list[Mapping[str, Any]]:
         for option, words in method.options().items():
             default, *others = words.split("|")
             options[option] = {"default": default, "choices": [default, *others] if others else []}
-        row: dict[str, Any] = {
-            "name": name,
-            "what": method.summary,
-            "needs": method.needs,
-            "cached": method.formula,
-        }
-        rows.append(row | {"paper_row": method.paper_row, "options": options})
+        rows.append({"name": name, "what": method.summary, "needs": method.needs, "options": options})
     return rows
 
 

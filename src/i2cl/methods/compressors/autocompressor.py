@@ -123,9 +123,7 @@ class AutoCompressor(Method):
 
     name = "autocompressor"
     summary = "demonstrations as summary vectors of a model trained to write them"
-    paper_row = "AutoComp."
     needs = "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
-    formula = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 

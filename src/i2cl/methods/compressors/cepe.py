@@ -133,9 +133,7 @@ class CEPE(Method):
 
     name = "cepe"
     summary = "demonstrations encoded by a small encoder, read by cross-attention"
-    paper_row = "CEPE"
     needs = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
-    formula = "2(M/K)DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Encode the demonstrations. Raises I2CLError if the model is not a CEPE model."""

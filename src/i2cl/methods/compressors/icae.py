@@ -132,9 +132,7 @@ class ICAE(Method):
 
     name = "icae"
     summary = "demonstrations as memory slots, written by the model with an adapter"
-    paper_row = "ICAE"
     needs = "demonstrations, a compressor for MODEL (adapter and memory, 0.15B to 0.2B numbers)"
-    formula = "2(M/K)DL"
     settings = (ICAEConfig,)
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
