@@ -142,7 +142,6 @@ def make_tasks(model: Path, folder: Path) -> None:
     import torch
 
     from i2cl import Decoder, Injection
-    from i2cl.core.context import ContextVector, ExtractConfig
     from i2cl.tasks import load_task
 
     decoder = Decoder.from_pretrained(str(model), dtype="float32", device="cpu")
@@ -151,8 +150,7 @@ def make_tasks(model: Path, folder: Path) -> None:
     for name in names:
         values = 0.1 * torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
         pairs = 1 + 0.1 * torch.randn(decoder.layers, 2, 2, generator=draw)
-        vector = ContextVector(values, ExtractConfig(), 4, decoder.base)
-        Injection(vector, pairs, task, decoder.base).save_pretrained(folder / name)
+        Injection(values, pairs, task, decoder.base, demonstrations=4).save_pretrained(folder / name)
 
 
 class Server:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from i2cl.core.context import ContextVector
 from i2cl.core.injection import Injection
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -132,8 +131,8 @@ class Workload:
         generator = torch.Generator().manual_seed(seed)
         shape = (self.decoder.layers, 2, self.decoder.d_model)
         coefficients = torch.tensor([0.1, 0.9]).expand(self.decoder.layers, 2, 2).contiguous()
-        context = ContextVector(0.1 * torch.randn(shape, generator=generator), demonstrations=10)
-        return Injection(context, coefficients, self.task, self.decoder.base)
+        context = 0.1 * torch.randn(shape, generator=generator)
+        return Injection(context, coefficients, self.task, self.decoder.base, demonstrations=10)
 
 
 def _texts(decoder: Decoder, count: int, deciles: Sequence[int], picker: random.Random) -> list[str]:

@@ -22,7 +22,7 @@ def main(model: str = "reference") -> None:
     text = "outside the lagoon that lonely baker stood despite the glare"
     for name, label in zip(TASKS, pool.predict([text] * len(TASKS), list(TASKS)), strict=True):
         print(f"{name:18} {label}")
-    numbers = injection.context.values.numel()
+    numbers = injection.context.numel()
     print(f"each task stores {numbers:,} numbers, {4 * numbers:,} bytes in float32")
 
 

@@ -10,8 +10,8 @@ import torch
 
 from i2cl import Decoder, Example, I2CLError, Injection, Task, Template, calibrate, extract, make_methods
 from i2cl.core.ablations import at_positions
-from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import LabelHead, Report
+from i2cl.core.recipe import ExtractConfig
 from i2cl.models.edits import AffineEdit
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -150,16 +150,15 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
     extraction = extraction or ExtractConfig()
     sublayers = 1 if extraction.sublayers == "hidden" else 2
     values, coefficients = random_edit(decoder, seed, sublayers=sublayers, **drawn)
-    context = ContextVector(values, extraction, shown)
-    return injection_of(context, coefficients, task, base or decoder.base, **fields or {})
+    fields = {"extraction": extraction, "demonstrations": shown} | (fields or {})
+    return injection_of(values, coefficients, task, base or decoder.base, **fields)
 
 
-def injection_of(*parts, positions="all", seed=0, **fields):
-    """Return an injection; ``fields`` are fields of its head or its report."""
+def injection_of(*parts, **fields):
+    """Return an injection; ``fields`` are its own, its head's or its report's."""
     kinds = [{one.name for one in dataclasses.fields(kind)} for kind in (LabelHead, Report)]
-    assert set(fields) <= kinds[0] | kinds[1]
-    head, report = ({name: fields[name] for name in fields.keys() & kind} for kind in kinds)
-    return Injection(*parts, LabelHead(**head), Report(**report), positions=positions, seed=seed)
+    head, report = ({name: fields.pop(name) for name in fields.keys() & kind} for kind in kinds)
+    return Injection(*parts, LabelHead(**head), Report(**report), **fields)
 
 
 def linear_edit(values, coefficients, hook_point="sublayers", positions="all", seed=0):

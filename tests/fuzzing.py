@@ -314,7 +314,7 @@ class Folders:
         with Store.writing(self.store) as store:
             for record in records:
                 store.append(record)
-        values = injection.context.values.numpy()
+        values = injection.context.numpy()
         save_vectors(self.store / "vectors", records[0].key, {"context_vector": values})
         self.artefacts = spoiled_file(self.artefact, ["injection.json", "injection.safetensors"])
         kept = f"vectors/{records[0].key}.safetensors"

@@ -38,7 +38,7 @@ def test_the_fast_path_equals_the_naive_one(model_type):
     injection = calibrate(decoder, TASK, SHOTS, context, CONFIG, seed=3)
     wanted = naive.coefficients.detach().view(decoder.layers, 2, 2)
     assert (wanted - torch.tensor([CONFIG.init_lambda, CONFIG.init_beta])).abs().max() > 0.05
-    torch.testing.assert_close(context.values.flatten(0, 1), naive.vectors, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(context.context.flatten(0, 1), naive.vectors, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(injection.coefficients, wanted, rtol=1e-3, atol=1e-3)
     plain = naive.scores(TEXTS).log_softmax(-1)
     torch.testing.assert_close(injection.log_probs(decoder, TEXTS), plain, rtol=1e-3, atol=5e-3)

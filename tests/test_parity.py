@@ -49,7 +49,7 @@ def logits(decoder, edit=None):
 
 
 def test_context_vector_and_logits_without_it_and_with_it(context, golden, decoder):
-    torch.testing.assert_close(context.values, golden["context_vector"], **CLOSE)
+    torch.testing.assert_close(context.context, golden["context_vector"], **CLOSE)
     torch.testing.assert_close(logits(decoder), golden["zero_shot_logits"], **CLOSE)
     first = calibrate(decoder, TASK, SHOWN, context, CalibrationConfig(epochs=0))
     torch.testing.assert_close(logits(decoder, first.edit()), golden["initial_logits"], **CLOSE)

@@ -1,13 +1,11 @@
 from .core.anchored import AnchoredConfig as AnchoredConfig, anchor as anchor
 from .core.calibration import calibrate as calibrate
 from .core.context import (
-    ContextVector as ContextVector,
-    ExtractConfig as ExtractConfig,
     extract as extract,
     extract_classes as extract_classes,
 )
 from .core.injection import Injection as Injection
-from .core.recipe import CalibrationConfig as CalibrationConfig
+from .core.recipe import CalibrationConfig as CalibrationConfig, ExtractConfig as ExtractConfig
 from .errors import I2CLError as I2CLError
 from .experiments.evaluation import evaluate as evaluate, summarize as summarize
 from .experiments.records import Run as Run

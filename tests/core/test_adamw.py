@@ -162,7 +162,7 @@ def test_a_seed_repeats_its_vectors(few_steps, monkeypatch):
 def test_without_reach_or_steps_a_fit_yields_the_plain_model(config):
     with pytest.warns(MemoryWarning):
         injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-5}))
-    assert not injection.context.values.any()
+    assert not injection.context.any()
     assert injection.settings["tau"] is None
 
 
@@ -199,7 +199,7 @@ def test_a_fit_that_does_not_lower_the_objective_yields_the_plain_model(few_step
     monkeypatch.setattr(Objective, "mean_loss", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower prior_std"):
         injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
-    assert not injection.context.values.any()
+    assert not injection.context.any()
 
 
 def test_the_history_holds_the_loss_without_the_prior(few_steps, monkeypatch):

@@ -122,7 +122,7 @@ def test_a_fit_ends_at_the_minimum_of_the_objective():
     fit, _, tau = started(decoder, task(), TO_THE_END)
     injection = anchor(decoder, task(), SHOWN, TO_THE_END)
     assert injection.settings["tau"] == pytest.approx(tau)
-    u = (injection.context.values / fit.unit).flatten()
+    u = (injection.context / fit.unit).flatten()
     end = objective(fit, u, tau)
     assert end < 0.9 * objective(fit, torch.zeros_like(u), tau)
     generator = torch.Generator().manual_seed(1)
@@ -205,11 +205,11 @@ def test_approximate_fits_without_a_fold_are_close_to_refits(words):
     config = AnchoredConfig(prior_std=1.0, say_label=False)  # a narrow prior: nearly a linear problem
     folds = [[0, 3], [1, 4], [2, 5]]
     whole, without = anchor_folds(decoder, both, rows, folds, config)
-    torch.testing.assert_close(whole.context.values, anchor(decoder, both, rows, config).context.values)
+    torch.testing.assert_close(whole.context, anchor(decoder, both, rows, config).context)
     distances = []
     for fold, approximate in zip(folds, without, strict=True):
         rest = [row for number, row in enumerate(rows) if number not in fold]
-        assert approximate.context.demonstrations == len(rest)
+        assert approximate.demonstrations == len(rest)
         scored = [rows[number].text for number in fold]
         refit = anchor(decoder, both, rest, config, scoring=whole.scoring).log_probs(decoder, scored)
         distances.append(
@@ -298,7 +298,7 @@ def test_a_fit_that_does_not_lower_the_loss_warns_and_yields_the_plain_model(mon
     monkeypatch.setattr(gauss_newton, "gauss_newton_step", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="yields the plain model: lower prior_std"):
         injection = anchor(made("llama"), task(), SHOWN)
-    assert not injection.context.values.any()
+    assert not injection.context.any()
 
 
 @pytest.mark.parametrize("prior_std", [300.0, 10_000.0])
@@ -328,7 +328,7 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(steps=1, sublayers="mlp"))
     assert injection.description()["extraction"] == {"sublayers": "mlp"}
     injection.save_pretrained(tmp_path / "task")
-    assert Injection.from_pretrained(tmp_path / "task").context.config.sublayers == "mlp"
+    assert Injection.from_pretrained(tmp_path / "task").extraction.sublayers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
     assert "separator" not in card.partition('"extraction"')[2].partition("}")[0]
 

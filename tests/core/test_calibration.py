@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fitting import FAMILIES as BASIC, decoder_of, encode, injecting, log_probability, one_line
-from i2cl import CalibrationConfig, ContextVector, Decoder, ExtractConfig, calibrate, extract
+from i2cl import CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.core.ablations import NoisyEdit
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import labelled_batch
@@ -31,14 +31,15 @@ def fit(case="llama", *, sublayers="both", seed=0, task=TASK, shots=SHOTS, conte
     names = ("scoring", "start", "batches", "progress")
     arguments = {name: config.pop(name) for name in names if name in config}
     config = CalibrationConfig(**({"epochs": 2} | config))
-    context = context_of(case, sublayers) if context is None else context
-    return calibrate(decoder_of(case), task, shots, context, config, seed=seed, **arguments)
+    extracted = context_of(case, sublayers)
+    extracted = extracted if context is None else replace(extracted, context=context)
+    return calibrate(decoder_of(case), task, shots, extracted, config, seed=seed, **arguments)
 
 
 def loss_by_hand(case, coefficients, chosen, *, full=False):
     """Compute the paper's loss row by row with plain hooks."""
     decoder, losses = decoder_of(case), []
-    with injecting(decoder, context_of(case).values, coefficients):
+    with injecting(decoder, context_of(case).context, coefficients):
         for row in chosen:
             query = encode(TASK.template.query(SHOTS[row].text))
             label = encode(TASK.labels[SHOTS[row].label])[: None if full else 1]
@@ -198,7 +199,7 @@ def test_start_coefficients():
             for shape in [(1, 1, 2), (3, 2, 2), (2, 1, 2)]
         ),
         *(
-            ({"context": ContextVector(torch.zeros(shape))}, r"the model needs \(2, 2, 32\)")
+            ({"context": torch.zeros(shape)}, r"the model needs \(2, 2, 32\)")
             for shape in [(2, 2, 16), (3, 2, 32), (2, 1, 32)]
         ),
         *(({"batches": batches}, "0 to 4") for batches in [[[0], []], [[0, 5]], [[-1]]]),
@@ -244,7 +245,7 @@ def test_injection_records_its_settings():
     result = fit(seed=5, **config)
     assert (result.task, result.base) == (TASK, decoder_of("llama").base)
     assert (result.positions, result.seed) == ("last", 5)
-    assert torch.equal(result.context.values, context_of("llama").values)
+    assert torch.equal(result.context, context_of("llama").context)
     assert CalibrationConfig.model_validate(result.settings) == CalibrationConfig(epochs=2, **config)
     assert fit(task=Task("films", TASK.labels, TASK.template, train=SHOTS), epochs=0).task == TASK
 
@@ -256,7 +257,7 @@ def test_loss_that_is_not_finite_is_refused(change):
 
 def test_context_vector_of_another_model_is_refused():
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
-    message = r"was extracted on 'llama', not 'other' \(weights .*extract it on"
+    message = r"was made on 'llama', not 'other' \(weights .*fit it again on"
     one_line(message, calibrate, other, TASK, SHOTS, context_of("llama"))
 
 
@@ -272,4 +273,4 @@ def test_weights_and_gradients_that_are_not_finite_are_refused():
     handle.remove()
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = math.inf
-    one_line("loss became", calibrate, decoder, TASK, SHOTS, replace(context_of("llama"), base=None))
+    one_line("loss became", calibrate, decoder, TASK, SHOTS, context_of("llama"))

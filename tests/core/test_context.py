@@ -1,15 +1,13 @@
-import math
 import weakref
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 
 from fitting import PATHS, close, encode, one_line, raw_modules, replacing
-from i2cl import ContextVector, Decoder, Example, ExtractConfig, Task, Template, extract, extract_classes
+from i2cl import Decoder, Example, ExtractConfig, Task, Template, extract, extract_classes
 from i2cl.models.encoding import TruncationWarning
 from tiny import tiny_model, tiny_tokenizer
 
@@ -58,9 +56,9 @@ def test_context_vector_is_the_mean_of_single_runs(case, config):
     decoder, place = decoder_of(case), {"first": 0}.get(config.get("token"), -1)
     outcome = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
     values = {name: value for name, value in config.items() if name != "token"}
-    assert close(outcome.values, rows(decoder, case, place=place, **values).mean(0))
+    assert close(outcome.context, rows(decoder, case, place=place, **values).mean(0))
     assert outcome.demonstrations == len(SHOTS)
-    assert outcome.values.dtype == torch.float32
+    assert outcome.context.dtype == torch.float32
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -69,14 +67,14 @@ def test_random_token_is_drawn_for_each_demonstration(seed):
     outcome = extract(decoder, TASK, shot, ExtractConfig(token="random"), seed=seed)
     ids = prompt(shot[0])
     candidates = [single(decoder, "llama", ids, place) for place in range(len(ids))]
-    assert sum(bool(close(outcome.values, candidate)) for candidate in candidates) == 1
+    assert sum(bool(close(outcome.context, candidate)) for candidate in candidates) == 1
 
 
 @pytest.mark.parametrize("token", ["last", "random"])
 @pytest.mark.parametrize("budget", [1, 60])
 def test_order_of_demonstrations_does_not_change_the_vector(budget, token):
     decoder, config = decoder_of("gpt2", budget), ExtractConfig(token=token)
-    outcome = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
+    outcome = [extract(decoder, TASK, order, config).context for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
     assert torch.equal(*outcome)
 
 
@@ -84,10 +82,10 @@ def test_order_of_demonstrations_does_not_change_the_vector(budget, token):
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "gemma2"])
 def test_batch_size_does_not_change_the_vector(case, token):
     config = ExtractConfig(token=token)
-    outcome = [extract(decoder_of(case, budget), TASK, SHOTS, config).values for budget in (1, 60, 4096)]
+    outcome = [extract(decoder_of(case, budget), TASK, SHOTS, config).context for budget in (1, 60, 4096)]
     assert close(outcome[0], outcome[2])
     assert close(outcome[1], outcome[2])
-    other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).values  # affects the random token
+    other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).context  # affects the random token
     assert torch.equal(other, outcome[2]) == (token == "last")
 
 
@@ -145,56 +143,6 @@ def test_demonstration_longer_than_the_context_is_refused():
     one_line(rf"needs {needed} tokens, but only 8 fit", extract, decoder, TASK, SHOTS[:1])
 
 
-# Means
-
-
-def vector(seed, sublayers="both", layers=2):
-    shape = (layers, 1 if sublayers == "hidden" else 2, 4)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return ContextVector(values, ExtractConfig(sublayers=sublayers), demonstrations=seed + 1)
-
-
-@pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
-def test_mean_refuses_mismatched_vectors(other):
-    one_line("context vectors do not match", ContextVector.mean, [vector(1), other])
-
-
-def test_mean_refuses_vectors_of_two_models():
-    first, other = (
-        extract(Decoder(tiny_model("llama", seed=seed), tiny_tokenizer(), name=f"seed {seed}"), TASK, SHOTS)
-        for seed in (0, 1)
-    )
-    own = ContextVector(torch.ones_like(first.values), first.config)
-    for vectors in ([first, other], [own, first, other]):
-        one_line("from two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
-    assert ContextVector.mean([own, first]).base.difference(decoder_of("llama").base) is None
-    assert ContextVector.mean([own, own]).base is None
-
-
-@pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
-def test_weighted_mean_matches_numpy(weights):
-    vectors = [vector(seed) for seed in range(3)]
-    outcome = ContextVector.mean(vectors, weights=weights)
-    wanted = np.average([one.values.double().numpy() for one in vectors], axis=0, weights=weights)
-    np.testing.assert_allclose(outcome.values.numpy(), wanted, atol=1e-6)
-    assert outcome.values.dtype == torch.float32
-    assert outcome.demonstrations == 1 + 2 + 3
-    assert outcome.config == vectors[0].config
-
-
-@pytest.mark.parametrize("weights", [[1], [1, 2, 3], [0, 0], [1, -0.5], [1, math.nan], [1, math.inf]])
-def test_weights_that_make_no_mean(weights):
-    expected = r"2 context vector\(s\) with weights .* have no mean: give at least one"
-    one_line(expected, ContextVector.mean, [vector(1), vector(2)], weights)
-    one_line(r"0 context vector\(s\)", ContextVector.mean, [])
-
-
-def test_sizes_are_checked_against_a_model():
-    decoder = decoder_of("llama")
-    extract(decoder, TASK, SHOTS).require_base(decoder)
-    one_line(r"\(2, 2, 4\), the model needs \(2, 2, 32\)", vector(1).require_base, decoder)
-
-
 # Vectors per class
 
 THREE = replace(TASK, labels=("positive", "negative", "mixed"))
@@ -211,11 +159,11 @@ def test_class_vectors_match_separate_extraction(case, config):
     assert [one.demonstrations for one in vectors] == [3, 2, 2]
     for label, vector in enumerate(vectors):
         alone = extract(decoder, THREE, [shot for shot in UNEVEN if shot.label == label], config)
-        assert torch.equal(vector.values, alone.values)
-        assert vector.config == config
+        assert torch.equal(vector.context, alone.context)
+        assert vector.extraction == config
     whole = extract(decoder, THREE, UNEVEN, config)
-    mean = ContextVector.mean(vectors, [one.demonstrations for one in vectors])
-    torch.testing.assert_close(mean.values, whole.values, atol=1e-5, rtol=1e-5)
+    mean = sum(one.demonstrations * one.context for one in vectors) / len(UNEVEN)
+    torch.testing.assert_close(mean, whole.context, atol=1e-5, rtol=1e-5)
 
 
 def test_class_without_demonstrations_is_refused():

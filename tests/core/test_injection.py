@@ -54,7 +54,7 @@ def test_scores_match_a_linear_edit(sublayers, positions):
     decoder, injection = decoder_of("llama"), made(sublayers=sublayers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"hook_point": "hidden" if sublayers == "hidden" else "sublayers", "positions": positions}
-    edit = linear_edit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
+    edit = linear_edit(injection.context, injection.coefficients, seed=injection.seed, **record)
     for text, result in zip(TEXTS, injection.log_probs(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
@@ -124,12 +124,12 @@ def test_roundtrip_is_exact(tmp_path, case, sublayers):
     injection = made(case, sublayers=sublayers, positions="random")
     injection.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.context.values, injection.context.values)
+    assert torch.equal(loaded.context, injection.context)
     assert torch.equal(loaded.coefficients, injection.coefficients)
     for field in ("task", "base", "positions", "seed", "settings", "history"):
         assert getattr(loaded, field) == getattr(injection, field)
-    assert loaded.context.config == injection.context.config
-    assert loaded.context.demonstrations == 7
+    assert loaded.extraction == injection.extraction
+    assert loaded.demonstrations == 7
     loaded.require_base(decoder_of(case))
     scores = [artefact.log_probs(decoder_of(case), TEXTS) for artefact in (injection, loaded)]
     assert torch.equal(*scores)
@@ -215,12 +215,12 @@ def test_description_is_readable_and_contains_no_demonstrations(saved, tmp_path)
 
 def test_tensor_views_are_saved(tmp_path):
     injection = made()
-    values, coefficients = injection.context.values, injection.coefficients
-    context = replace(injection.context, values=values.transpose(0, 2).contiguous().transpose(0, 2))
+    values, coefficients = injection.context, injection.coefficients
+    context = values.transpose(0, 2).contiguous().transpose(0, 2)
     turned = replace(injection, context=context, coefficients=coefficients[:1, :1].expand_as(coefficients))
     turned.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.context.values, values)
+    assert torch.equal(loaded.context, values)
     assert torch.equal(loaded.coefficients, turned.coefficients)
 
 

@@ -82,7 +82,7 @@ def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
         loss = CalibrationLoss(scorer, SHOTS, context, coefficients, config)(range(len(SHOTS)))
         loss.backward()
     first = torch.tensor([0.1, 1.0]).repeat(decoder.layers, 2, 1).requires_grad_()
-    wanted = by_hand(decoder, task, context.values, first)
+    wanted = by_hand(decoder, task, context.context, first)
     (gradient,) = torch.autograd.grad(wanted, first)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert gradient.abs().min() > 1e-5

@@ -73,11 +73,11 @@ def test_only_default_i2cl_saves_vectors(bench):
     result = bench.injection(cell())
     assert isinstance(result, Injection)
     torch.testing.assert_close(result.coefficients, predictor.injection.coefficients)
-    torch.testing.assert_close(result.context.values, predictor.injection.context.values)
+    torch.testing.assert_close(result.context, predictor.injection.context)
     task = bench.task(cell())
     shown = [one for one in task.sample(None, 0) if one.label == 2]
     (kept,) = bench.vectors.glob("*.safetensors")
-    own = extract(bench.decoder, task, shown).values
+    own = extract(bench.decoder, task, shown).context
     torch.testing.assert_close(load_file(kept)["class_vectors"][2].float(), own, atol=2e-3, rtol=2e-3)
 
 

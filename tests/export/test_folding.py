@@ -25,7 +25,7 @@ from export.cases import (
     relative,
 )
 from fitting import left_as_found, one_line, weighted
-from i2cl import ARCHITECTURES, Architecture, ContextVector, Decoder, ExtractConfig
+from i2cl import ARCHITECTURES, Architecture, Decoder, ExtractConfig
 from i2cl.export import export_causal_lm, fold
 from i2cl.export.folding import Folding
 from tiny import CASES
@@ -116,8 +116,8 @@ def test_injections_that_are_not_a_bias_are_refused():
     decoder, injection = drawn("llama")
     one_line("positions 'last'", fold, decoder, replace(injection, positions="last"))
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
-    hidden = ContextVector(values, ExtractConfig(sublayers="hidden", separator=False), 1)
-    blocks = replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2))
+    hidden = {"context": values, "extraction": ExtractConfig(sublayers="hidden", separator=False)}
+    blocks = replace(injection, coefficients=torch.zeros(decoder.layers, 1, 2), **hidden)
     one_line("block outputs", fold, decoder, blocks)
     one_line("full sequences.*scoring=.words.", fold, *drawn("llama", SHARED))
     _, deeper = drawn("llama", num_hidden_layers=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fitting import decoder_of, injected, one_line
-from i2cl import CalibrationConfig, ContextVector, ExtractConfig, Injection, TransferConfig, calibrate
+from i2cl import CalibrationConfig, ExtractConfig, Injection, TransferConfig, calibrate
 from i2cl.injections.transfer import related, similarity, transfer
 from i2cl.tasks import Example, Task, Template
 
@@ -25,9 +25,9 @@ def anchor(coefficients, case="llama", *, sublayers="both", seed=0, **fields):
     decoder = decoder_of(case)
     shape = (decoder.layers, 1 if sublayers == "hidden" else 2)
     values = torch.randn(*shape, decoder.d_model, generator=torch.Generator().manual_seed(seed))
-    context = ContextVector(values, ExtractConfig(sublayers=sublayers), demonstrations=3)
+    fields |= {"extraction": ExtractConfig(sublayers=sublayers), "demonstrations": 3}
     coefficients = torch.as_tensor(coefficients).expand(*shape, 2).contiguous()
-    return Injection(context, coefficients, OTHER, fields.pop("base", decoder.base), **fields)
+    return Injection(values, coefficients, OTHER, fields.pop("base", decoder.base), **fields)
 
 
 def at_angle(degrees, **arguments):
@@ -93,10 +93,10 @@ def direct(decoder, case, first, calibration, **arguments):
     ]
     powers = torch.stack(cosines).div(0.5).exp()
     shares = (powers / powers.sum()).tolist()
-    vector = sum(share * one.context.values for share, (_, one) in zip(shares, kept, strict=True))
+    vector = sum(share * one.context for share, (_, one) in zip(shares, kept, strict=True))
     start = sum(share * one.coefficients for share, (_, one) in zip(shares, kept, strict=True))
-    context = ContextVector(vector, ExtractConfig(), 6)
-    return (0, 2), shares, calibrate(decoder, TASK, SHOTS, context, calibration, start=start, **arguments)
+    mean = replace(first, context=vector, demonstrations=6)
+    return (0, 2), shares, calibrate(decoder, TASK, SHOTS, mean, calibration, start=start, **arguments)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -108,15 +108,15 @@ def test_average_of_related_anchors_is_calibrated_again(case, calibration):
     result = transfer(decoder, TASK, SHOTS, anchors_of(case), **options)
     first = injected(decoder, TASK, SHOTS, calibration, seed=4)
     assert torch.equal(result.first.coefficients, first.coefficients)
-    assert torch.equal(result.first.context.values, first.context.values)
+    assert torch.equal(result.first.context, first.context)
     indices, shares, expected = direct(decoder, case, first, calibration, seed=4)
     assert tuple(index for index, _ in result.weights) == indices
     assert [weight for _, weight in result.weights] == pytest.approx(shares, rel=1e-5)
     injection = result.injection
-    torch.testing.assert_close(injection.context.values, expected.context.values, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(injection.context, expected.context, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(injection.coefficients, expected.coefficients, atol=1e-5, rtol=1e-4)
     assert (injection.task, injection.base, injection.seed) == (TASK, decoder.base, 4)
-    assert injection.context.demonstrations == 6
+    assert injection.demonstrations == 6
     assert len(steps) == 2 * calibration.epochs
     injection.require_base(decoder)
     assert injection.log_probs(decoder, ["a film"]).isfinite().all()
@@ -130,7 +130,7 @@ def test_anchors_with_other_sublayers_are_averaged(sublayers):
     weights = torch.tensor([weight for _, weight in result.weights])
     expected = torch.stack([weights @ torch.tensor([0.2, 0.1]), weights @ torch.tensor([0.9, 1.1])])
     torch.testing.assert_close(result.injection.coefficients[0, 0], expected)
-    assert result.injection.context.config.sublayers == sublayers
+    assert result.injection.extraction.sublayers == sublayers
     if sublayers == "mha":  # untrained sublayers are unchanged
         assert torch.equal(result.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
 

@@ -76,9 +76,9 @@ def test_fit_json_describes_the_artefact(call, home, tmp_path):
     injection = Injection.from_pretrained(tmp_path / "new")
     assert record["method"] == "i2cl"
     assert record["labels"] == list(injection.task.labels) == list(LABELS)
-    assert record["demonstrations"] == injection.context.demonstrations == 4
+    assert record["demonstrations"] == injection.demonstrations == 4
     assert (record["first_loss"], record["last_loss"]) == injection.history
-    assert record["cached_values"] == injection.context.values.numel()
+    assert record["cached_values"] == injection.context.numel()
     assert injection.settings["formula"] == "add"
     assert listed(tmp_path) == ["new"]
 

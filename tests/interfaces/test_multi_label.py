@@ -314,7 +314,7 @@ def test_update_adds_a_label_and_equals_a_fit_of_all_rows(call, model, tmp_path)
     assert code == 0, err
     after = Injection.from_pretrained(tmp_path / "task")
     assert after.task.labels == ("billing", "access", "refund", "spam")
-    assert after.context.demonstrations == len(TEXTS) + 3
+    assert after.demonstrations == len(TEXTS) + 3
     assert after.settings["steps"] == 1
     code, _, err = call(
         "update", tmp_path / "task", "--remove", "spam", "-o", tmp_path / "less", "--evaluate", "0"

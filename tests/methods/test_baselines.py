@@ -254,7 +254,7 @@ def test_anchored_method_injects_the_fitted_vector(films, demonstrations):
     expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, prior_std=3.0))
     actual = result.log_probs(TEXTS).log_softmax(-1)
     torch.testing.assert_close(actual, expected.log_probs(decoder, TEXTS), atol=0, rtol=0)
-    assert result.cost.trained == result.cost.cached_values == expected.context.values.numel()
+    assert result.cost.trained == result.cost.cached_values == expected.context.numel()
 
 
 def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstrations):

@@ -18,7 +18,7 @@ def test_unseen_variant_injects_the_vector_of_other_demonstrations(films, demons
     seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
     unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
     assert torch.equal(seen.injection.coefficients, unseen.injection.coefficients)
-    assert not torch.equal(seen.injection.context.values, unseen.injection.context.values)
+    assert not torch.equal(seen.injection.context, unseen.injection.context)
     assert unseen.cost.held_out == len(SHOWN)
 
 
@@ -29,7 +29,7 @@ def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrat
     prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
     with (
         torch.no_grad(),
-        injecting(decoder, predictor.injection.context.values, predictor.injection.coefficients),
+        injecting(decoder, predictor.injection.context, predictor.injection.coefficients),
     ):
         expected = plain_logits(decoder, prompts).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.log_probs(TEXTS), expected, **CLOSE)
@@ -73,12 +73,12 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     assert stages[0] != stages[1]
     vector = extract(decoder, *stages[0])
     injection = calibrate(decoder, *stages[1], vector, config, seed=3)
-    assert torch.equal(predictor.injection.context.values, vector.values)
+    assert torch.equal(predictor.injection.context, vector.context)
     assert torch.equal(predictor.injection.coefficients, injection.coefficients)
     asked = replace(injection, task=films)  # queries keep the template
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), asked.log_probs(decoder, TEXTS))
     intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).injection
-    assert torch.equal(predictor.injection.context.values, intact.context.values) == (stage == "calibration")
+    assert torch.equal(predictor.injection.context, intact.context) == (stage == "calibration")
     assert not torch.equal(predictor.injection.coefficients, intact.coefficients)
 
 

@@ -11,9 +11,19 @@ from transformers import PreTrainedTokenizerFast
 
 import fitting
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, made, one_line, shown_string
+from fitting import (
+    FAMILIES,
+    SHOWN,
+    WORDS,
+    fit,
+    injected,
+    left_as_found,
+    made,
+    one_line,
+    random_injection,
+    shown_string,
+)
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
-from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.i2cl_variants import noise_like
@@ -121,13 +131,14 @@ def test_cost_counts_the_trained_parameters(films, demonstrations, name, options
     assert predictor.cost.trained == per_layer * LAYERS
 
 
-def test_noise_vector_has_unit_variance():
-    real = ContextVector(torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None], ExtractConfig(), 10)
+def test_noise_vector_has_unit_variance(films):
+    vectors = torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None]
+    real = replace(random_injection(made("llama"), films), context=vectors)
     standard = noise_like(real, 0)
-    assert standard.values.shape == real.values.shape
-    assert standard.values.std().item() == pytest.approx(1, abs=0.05)
-    assert standard.values.mean().item() == pytest.approx(0, abs=0.05)
-    first, again, other = (noise_like(real, seed).values for seed in (5, 5, 6))
+    assert standard.context.shape == real.context.shape
+    assert standard.context.std().item() == pytest.approx(1, abs=0.05)
+    assert standard.context.mean().item() == pytest.approx(0, abs=0.05)
+    first, again, other = (noise_like(real, seed).context for seed in (5, 5, 6))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -139,7 +150,7 @@ def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations
     vector = noise_like(real, 2)
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
-    assert not torch.equal(predictor.injection.context.values, real.values)
+    assert not torch.equal(predictor.injection.context, real.context)
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenize
 
 from export.cases import change
 from fitting import one_line
-from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
+from i2cl import Decoder, Injection, Task, Template
 from i2cl.export.folding import Folding
 from i2cl.export.gguf import GgufModel
 from i2cl.interfaces.sklearn import shared
@@ -37,7 +37,7 @@ def written(path, model=None, tokenizer=None, *, kind="F32", extra=()):
     """A GGUF file of a Llama and a tokenizer, its matrices coded as ``kind``."""
     model, tokenizer = model or tiny_model("llama"), tokenizer or tiny_tokenizer()
     decoder = Decoder(model, tokenizer)
-    empty = ContextVector(torch.zeros(decoder.layers, 2, decoder.d_model), ExtractConfig(), 1)
+    empty = torch.zeros(decoder.layers, 2, decoder.d_model)
     nothing = Injection(empty, torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2), TASK, decoder.base)
     content = GgufModel(Folding(decoder, nothing), tokenizer)
     sublayer = gguf.GGUFWriter(path, "llama")

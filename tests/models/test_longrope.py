@@ -58,8 +58,8 @@ def test_few_shot_scores_and_context_vectors_match_single_rows(decoder):
     assert len(cached.prefix.ids) < LIMIT
     texts = ["dull", "dull " * 5, "a warm film " * 9]
     torch.testing.assert_close(cached.log_probs(texts), uncached.log_probs(texts), **SAME)
-    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
-    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
+    alone = torch.stack([extract(decoder, FILMS, [one]).context for one in SHOWN])
+    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).context, alone.mean(0), **SAME)
 
 
 def test_pruned_cache_is_refused_beyond_the_limit(decoder):

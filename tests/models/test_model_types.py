@@ -41,8 +41,8 @@ def test_context_vector_is_the_mean_of_the_sublayers_last_outputs(decoder):
         for ids in demonstrations(decoder):
             decoder.model(input_ids=torch.tensor([ids]), use_cache=False)
     context = extract(decoder, TASK, SHOTS)
-    assert context.values.abs().amax(-1).min() > 0
-    assert close(context.values, wanted)
+    assert context.context.abs().amax(-1).min() > 0
+    assert close(context.context, wanted)
 
 
 def test_injection_matches_plain_hooks(decoder):

@@ -37,7 +37,7 @@ def test_model_types_calibrate_in_half_precision(model_type, dtype, task):
     with left_as_found(model):
         injection = injected(decoder, task, task.sample(2, 0), CalibrationConfig(epochs=2))
         assert injection.log_probs(decoder, TEXTS).isfinite().all()
-    assert injection.coefficients.dtype == injection.context.values.dtype == torch.float32
+    assert injection.coefficients.dtype == injection.context.dtype == torch.float32
     assert injection.coefficients.isfinite().all()
     assert (injection.coefficients != injection.coefficients[:1, :1]).any()
 

@@ -108,7 +108,7 @@ def test_extraction_is_what_plain_hooks_see(decoder):
             text = TASK.template.demonstration(example.text, TASK.labels[example.label])
             decoder.model(torch.tensor([decoder.tokenizer(text).input_ids]))
     mean = torch.stack(kept).view(len(shown), len(seen), -1).mean(0)
-    result = extract(decoder, TASK, shown).values[17]
+    result = extract(decoder, TASK, shown).context[17]
     assert (result - mean).norm() < 1e-4 * mean.norm()
 
 

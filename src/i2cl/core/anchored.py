@@ -34,13 +34,14 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.adamw import fit_adamw
-from i2cl.core.context import ContextVector, ExtractConfig, Sublayers, require_demonstrations
+from i2cl.core.context import require_demonstrations
 from i2cl.core.gauss_newton import fit_gauss_newton
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.multi_label import MultiLabelObjective, require_multi_label
 from i2cl.core.objective import Objective, Solution
 from i2cl.core.plan import FREE_MEMORY_SHARE, FitPlan, Solver, check_fit_size, plan_fit
+from i2cl.core.recipe import ExtractConfig, Sublayers
 from i2cl.core.weights import ClassWeight, apply_class_weight
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -164,19 +165,20 @@ def anchor_folds(
     if isinstance(objective, MultiLabelObjective):
         thresholds = (DEFAULT_THRESHOLD,) * len(task.labels)
         head = replace(head, bias=tuple(objective.bias.tolist()), thresholds=thresholds)
-    extraction = ExtractConfig(sublayers=config.sublayers)
 
     def injection(at: Float[Tensor, " parameters"], examples: int) -> Injection:
         vectors = objective.vectors(at)
         vectors[-1, -1] += label_mass
         return Injection(
-            context=ContextVector(vectors, extraction, examples, decoder.base),
+            context=vectors,
             coefficients=torch.ones(*vectors.shape[:2], 2),
             task=task.without_data(),
             base=decoder.base,
             head=replace(head, word_weights=objective.word_weights(at) if at.any() else None),
             report=Report(settings, solution.history),
             seed=seed,
+            extraction=ExtractConfig(sublayers=config.sublayers),
+            demonstrations=examples,
         )
 
     fitted = injection(parameters, len(demonstrations))

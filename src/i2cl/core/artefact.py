@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from i2cl.core.ablations import Positions
-from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig
 from i2cl.core.experts import EXPERTS
+from i2cl.core.recipe import ACTIVE_SUBLAYERS, ExtractConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity

@@ -4,15 +4,16 @@ Source: paper, subsection "Noisy Self-calibration".
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.core.ablations import NoisyEdit, at_positions
-from i2cl.core.context import ContextVector, require_demonstrations
+from i2cl.core.context import require_demonstrations
 from i2cl.core.injection import Injection, LabelHead, Report
-from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.recipe import ACTIVE_SUBLAYERS, CalibrationConfig
 from i2cl.core.weights import apply_class_weight, example_weights
 from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
 from i2cl.models.batching import Batch, budget_chunks, packing_pays, shared_front
@@ -28,7 +29,7 @@ def calibrate(
     decoder: Decoder,
     task: Task,
     demonstrations: Examples,
-    context: ContextVector,
+    extracted: Injection,
     config: CalibrationConfig | None = None,
     *,
     seed: int = 0,
@@ -46,8 +47,8 @@ def calibrate(
     Args:
         decoder: the frozen model.
         task: gives template and label words.
-        demonstrations: the examples the context vector was made from, or others.
-        context: what is injected.
+        demonstrations: the examples that the vector was extracted from, or others.
+        extracted: result of `extract`; its coefficients are ignored.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
         scoring: predict each label's first token, or its full sequence. If the loss is among the labels:
@@ -66,19 +67,18 @@ def calibrate(
     make_scorer = LabelScorer.for_fit if config.loss == "labels" else LabelScorer
     scorer = make_scorer(decoder, task, scoring)
     require_demonstrations(task, demonstrations)
-    context.require_base(decoder)
-    _require_options(config, context, start, batches, len(demonstrations))
-    active = config.active(decoder.layers, context.config.sublayers)
+    extracted.require_base(decoder)
+    _require_options(config, extracted, start, batches, len(demonstrations))
+    active = config.active(decoder.layers, extracted.extraction.sublayers)
     coefficients = Coefficients(config, active, start, decoder.device)
     weighted = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    loss = CalibrationLoss(scorer, weighted, context, coefficients, config, seed=seed, prompt=prompt)
+    loss = CalibrationLoss(scorer, weighted, extracted, coefficients, config, seed=seed, prompt=prompt)
     steps = config.batches(len(demonstrations), seed) if batches is None else batches
     history = _minimize(loss, steps, config, progress)
-    return Injection(
-        context=context,
+    return replace(
+        extracted,
         coefficients=coefficients.linear().detach().cpu(),
         task=task.without_data(),
-        base=decoder.base,
         positions=config.positions,
         seed=seed,
         head=LabelHead(scorer.scoring),
@@ -110,13 +110,20 @@ def _minimize(
 
 def _require_options(
     config: CalibrationConfig,
-    context: ContextVector,
+    extracted: Injection,
     start: Float[Tensor, "layers sublayers 2"] | None,
     batches: Sequence[Sequence[int]] | None,
     count: int,
 ) -> None:
     """Raise I2CLError if the arguments of `calibrate` do not fit together."""
-    shape = (*context.values.shape[:2], 2)
+    base = extracted.base
+    *sites, width = base.layers, len(ACTIVE_SUBLAYERS[extracted.extraction.sublayers]), base.d_model
+    if extracted.context.shape != (*sites, width):
+        sizes = f"(layers, sublayers, width) {tuple(extracted.context.shape)}"
+        raise I2CLError(
+            f"the context vector has {sizes}, the model needs {(*sites, width)}: extract it on this model"
+        )
+    shape = (*sites, 2)
     if start is not None and config.formula != "linear":
         raise I2CLError(
             f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
@@ -144,10 +151,10 @@ class Coefficients:
     ) -> None:
         self.formula = config.formula
         self.active = active
-        unchanged = torch.tensor([0.0, 1.0]).expand(*active.shape, 2)
-        first = torch.tensor([config.init_lambda, 1.0 if config.formula == "add" else config.init_beta])
-        values = first.expand_as(unchanged) if start is None else start.float().cpu()
-        self.base = torch.where(active[..., None], values, unchanged).to(device)
+        values = config.start(active)
+        if start is not None:
+            values = torch.where(active[..., None], start.float().cpu(), values)
+        self.base = values.to(device)
         trained = active[..., None] & torch.tensor([True, config.formula != "add"])
         self.trained = trained.contiguous().to(device)
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
@@ -175,7 +182,7 @@ class CalibrationLoss:
         self,
         scorer: LabelScorer,
         demonstrations: Examples,
-        context: ContextVector,
+        extracted: Injection,
         coefficients: Coefficients,
         config: CalibrationConfig,
         *,
@@ -195,8 +202,8 @@ class CalibrationLoss:
             among_labels=config.loss == "labels",
         )
         self.example_weights = example_weights(demonstrations)
-        self.values = context.values.to(decoder.device)
-        self.hook_point = context.config.hook_point
+        self.values = extracted.context.to(decoder.device)
+        self.hook_point = extracted.extraction.hook_point
         self.seed = seed
         self.generator = torch.Generator(decoder.device).manual_seed(seed)
 

@@ -19,8 +19,8 @@ from torch.nn.functional import logsigmoid
 
 from i2cl.core import artefact
 from i2cl.core.ablations import Positions, at_positions
-from i2cl.core.context import ContextVector
 from i2cl.core.experts import Ensemble, pool
+from i2cl.core.recipe import ExtractConfig
 from i2cl.encoders import absolute
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -182,7 +182,7 @@ class Injection:
 
     Attributes:
         context: one vector per sublayer, extracted (I2CL) or fitted (anchored calibration); axes [layer,
-            (mha, mlp), d].
+            (mha, mlp), d], or [layer, 1, d] for ``sublayers="hidden"``.
         coefficients: axes [layer, (mha, mlp), (lambda, beta)].
         task: name, label words and template; saved without its splits.
         base: the model it belongs to.
@@ -192,12 +192,14 @@ class Injection:
         positions: injected tokens of the query; other values than ``"all"`` are for the paper's ablation.
         examples: the rows of the fit, if the user wants them stored with it; see `i2cl update`. They are not
             pushed to the hub.
+        extraction: which sublayers have a vector, and how it was extracted.
+        demonstrations: number of examples that the vector was extracted from or fitted to.
 
     Raises:
         I2CLError: if the head does not fit the labels; see `LabelHead.require_labels`.
     """
 
-    context: ContextVector
+    context: Float[Tensor, "layers sublayers d"]
     coefficients: Float[Tensor, "layers sublayers 2"]
     task: Task
     base: ModelIdentity
@@ -206,6 +208,8 @@ class Injection:
     seed: int = 0
     positions: Positions = "all"
     examples: tuple[Example, ...] = ()
+    extraction: ExtractConfig = field(default_factory=ExtractConfig)
+    demonstrations: int = 0
 
     # Fields of the head and the report, for reading
     scoring = property(attrgetter("head.scoring"))
@@ -250,7 +254,7 @@ class Injection:
 
     def affine_edit(self) -> AffineEdit:
         """Return shift and scale of every sublayer's output, as an edit of all tokens."""
-        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.hook_point)
+        return AffineEdit.linear(self.context, self.coefficients, self.extraction.hook_point)
 
     def edit(self) -> Edit:
         """Return the edit that applies this injection in `Decoder.forward`."""
@@ -394,7 +398,7 @@ class Injection:
             return upload(Path(scratch), repo_id, message, private=private, token=token, revision=revision)
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
-        tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
+        tensors = {"context_vector": self.context, "coefficients": self.coefficients}
         if self.head.word_weights is not None:
             tensors["word_weights"] = self.head.word_weights
         if self.head.ensemble is not None:
@@ -439,7 +443,7 @@ class Injection:
             ensemble = Ensemble.from_stored(kept.weights, kept.encoder, tensors, kept.llm_thresholds)
         weights = tensors["word_weights"] if stored.word_weights else None
         return cls(
-            context=ContextVector(tensors["context_vector"], stored.extraction, stored.demonstrations, base),
+            context=tensors["context_vector"],
             coefficients=tensors["coefficients"],
             task=Task.from_dict(stored.task),
             base=base,
@@ -449,6 +453,8 @@ class Injection:
             report=Report(stored.settings, stored.history, stored.metrics, stored.command, stored.evaluation),
             seed=stored.seed,
             positions=stored.positions,
+            extraction=stored.extraction,
+            demonstrations=stored.demonstrations,
         )
 
     def description(self) -> dict[str, Any]:
@@ -459,8 +465,8 @@ class Injection:
             "format_version": artefact.FORMAT_VERSION,
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
-            "demonstrations": self.context.demonstrations,
-            "extraction": self.context.config.model_dump(include={"sublayers"} if fitted else None),
+            "demonstrations": self.demonstrations,
+            "extraction": self.extraction.model_dump(include={"sublayers"} if fitted else None),
             "positions": self.positions,
             "seed": self.seed,
             "scoring": head.scoring,

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig, Sublayers
 from i2cl.core.plan import MAX_UNIT_EXAMPLES, FitSize
+from i2cl.core.recipe import ACTIVE_SUBLAYERS, ExtractConfig, Sublayers
 from i2cl.core.weights import example_weights, mean_cross_entropy
 from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError

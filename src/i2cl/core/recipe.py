@@ -1,21 +1,27 @@
-"""Settings of calibration: recipes of the paper, of its released code, and a fast one.
+"""Settings of extraction, and of calibration: recipes of the paper, of its released code, and a fast one.
 
-Source: paper, subsection "Noisy Self-calibration" and appendix "Reproduction Details".
+Source: paper, subsections "Context Vectorization" and "Noisy Self-calibration", and appendix "Reproduction
+Details".
 """
 
 from types import MappingProxyType
 from typing import Literal, Self
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from i2cl.core.ablations import Positions
-from i2cl.core.context import ACTIVE_SUBLAYERS, Sublayers
 from i2cl.core.weights import ClassWeight
 from i2cl.errors import I2CLError
-from i2cl.models.training import TrainConfig
+from i2cl.models.edits import HookPoint
+from i2cl.models.training import Settings, TrainConfig
+
+Sublayers = Literal["both", "mha", "mlp", "hidden"]
+
+# Whether each output of a layer has a vector: the sublayers (mha, mlp), or the block's output alone.
+ACTIVE_SUBLAYERS = {"both": (True, True), "mha": (True, False), "mlp": (False, True), "hidden": (True,)}
 
 Formula = Literal["linear", "add", "balance"]
 
@@ -27,6 +33,27 @@ _RECIPES: dict[str, dict[str, object]] = {
     "fast": {"optimizer": "lbfgs"},
 }
 RECIPES = MappingProxyType({name: MappingProxyType(changes) for name, changes in _RECIPES.items()})
+
+
+class ExtractConfig(Settings):
+    """How demonstrations become a context vector. Defaults are the paper's.
+
+    Attributes:
+        sublayers: whose outputs are captured and later edited: both sublayers, one of them, or each block's
+            output, called hidden ("Target Module" ablation).
+        token: which token of a demonstration is kept.
+        separator: end each demonstration with the template's separator, whose token is then the last one (as
+            in the released code behind all published numbers), or with the label.
+    """
+
+    sublayers: Sublayers = "both"
+    token: Literal["last", "first", "random"] = "last"
+    separator: bool = True
+
+    @property
+    def hook_point(self) -> HookPoint:
+        """Modules to hook for `sublayers`."""
+        return "hidden" if self.sublayers == "hidden" else "sublayers"
 
 
 class CalibrationConfig(TrainConfig):
@@ -105,6 +132,11 @@ class CalibrationConfig(TrainConfig):
         mask = torch.zeros(layers, len(ACTIVE_SUBLAYERS[sublayers]), dtype=torch.bool)
         mask[chosen] = torch.tensor(ACTIVE_SUBLAYERS[sublayers])
         return mask
+
+    def start(self, active: Bool[Tensor, "layers sublayers"]) -> Float[Tensor, "layers sublayers 2"]:
+        """Return the initial coefficients: (0, 1) where nothing is trained."""
+        first = torch.tensor([self.init_lambda, 1.0 if self.formula == "add" else self.init_beta])
+        return torch.where(active[..., None], first, torch.tensor([0.0, 1.0]))
 
     def parameters(self, layers: int, sublayers: Sublayers) -> int:
         """Return the number of trained scalars: lambda of each active sublayer, and beta unless fixed."""

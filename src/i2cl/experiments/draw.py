@@ -10,7 +10,6 @@ from statistics import median_low
 from typing import Literal, NamedTuple
 
 from i2cl.core.anchored import fit_memory
-from i2cl.core.context import ACTIVE_SUBLAYERS
 from i2cl.core.plan import (
     BACKWARD,
     MAX_EXAMPLES,
@@ -20,6 +19,7 @@ from i2cl.core.plan import (
     check_fit_size,
     plan_fit,
 )
+from i2cl.core.recipe import ACTIVE_SUBLAYERS
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored

@@ -78,6 +78,6 @@ class Transfer(Method):
         result = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights.update({self.anchors[index].task.name: weight for index, weight in result.weights})
         injection = result.injection
-        cost = Cost.of(injection.context.values, trained=injection.coefficients.numel())
+        cost = Cost.of(injection.context, trained=injection.coefficients.numel())
         scorer = LabelScorer(decoder, task)
         return PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)

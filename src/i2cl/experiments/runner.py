@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from i2cl.core.context import ContextVector, extract_classes
+from i2cl.core.context import extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_method, fit_wrappers, innermost, measure, software
@@ -94,8 +94,8 @@ class Bench:
         if not path.is_file():
             self.save(cell, self.fit(cell))
         tensors = load_file(path)
-        vector, task = ContextVector(tensors["context_vector"]), self.task(cell).without_data()
-        return Injection(vector, tensors["coefficients"], task, self.decoder.base, seed=cell.seed)
+        parts = (tensors["context_vector"], tensors["coefficients"], self.task(cell).without_data())
+        return Injection(*parts, self.decoder.base, seed=cell.seed)
 
     def save(self, cell: Cell, fitted: Fitted) -> None:
         """Save context vector, coefficients and float16 class vectors of a default I2CL cell.
@@ -105,9 +105,9 @@ class Bench:
         injection = fitted.injection
         if injection is not None and cell == default_i2cl(cell, cell.task):
             task = self.task(cell)
-            classes = [one.values for one in extract_classes(self.decoder, task, fitted.demonstrations)]
+            classes = [one.context for one in extract_classes(self.decoder, task, fitted.demonstrations)]
             tensors = {
-                "context_vector": injection.context.values.numpy(),
+                "context_vector": injection.context.numpy(),
                 "coefficients": injection.coefficients.numpy(),
                 "class_vectors": torch.stack(classes).numpy().astype(np.float16),
             }

@@ -326,7 +326,7 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
 
 def require_foldable(injection: Injection) -> None:
     """Raise I2CLError if an injection is not a constant added to sublayer outputs at all positions."""
-    if injection.context.config.hook_point != "sublayers":
+    if injection.extraction.hook_point != "sublayers":
         hint = f"fit it with --set sublayers=both, or {USE_HOOKS}"
         raise I2CLError(
             f"an injection into block outputs (sublayers=hidden) is not a bias of a layer: {hint}"

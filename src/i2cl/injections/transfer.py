@@ -5,7 +5,7 @@ Learning Method".
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,9 +13,9 @@ from pydantic import Field
 
 from i2cl.core.ablations import Positions
 from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig, Sublayers, extract
+from i2cl.core.context import extract
 from i2cl.core.injection import Injection
-from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.recipe import CalibrationConfig, ExtractConfig, Sublayers
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
@@ -82,7 +82,7 @@ def related(
         I2CLError: on an anchor with another model, other sublayers or other positions.
     """
     config = config or TransferConfig()
-    _require_compatible(anchors, new.base, new.context.config.sublayers, new.positions)
+    _require_compatible(anchors, new.base, new.extraction.sublayers, new.positions)
     cosines = [similarity(new, anchor) for anchor in anchors]
     kept = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
     logits = torch.tensor([cosines[index] for index in kept], dtype=torch.float64) / config.temperature
@@ -128,7 +128,7 @@ def transfer(
     if calibration.formula != "linear":
         what = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
         raise I2CLError(f"{what}: use formula='linear'")
-    extraction = first.context.config if first else extraction or ExtractConfig()
+    extraction = first.extraction if first else extraction or ExtractConfig()
     _require_compatible(anchors, decoder, extraction.sublayers, calibration.positions)  # before any fit
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
     if first is None:
@@ -138,9 +138,11 @@ def transfer(
     weights = related(first, anchors, config)
     if not weights:
         return Transferred(first, first, weights)
-    related_anchors = [anchors[index] for index, _ in weights]
-    context = ContextVector.mean([one.context for one in related_anchors], [weight for _, weight in weights])
-    start = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
+    pairs = [(weight, anchors[index]) for index, weight in weights]
+    vector = torch.stack([weight * anchor.context.double() for weight, anchor in pairs]).sum(0)
+    count = sum(anchor.demonstrations for _, anchor in pairs)
+    context = replace(pairs[0][1], context=vector.float(), demonstrations=count)
+    start = torch.stack([weight * anchor.coefficients for weight, anchor in pairs]).sum(0)
     return Transferred(fit(context, start=start, scoring=first.head.scoring), first, weights)
 
 
@@ -150,7 +152,7 @@ def _require_compatible(
     for number, anchor in enumerate(anchors, start=1):
         name = f"anchor {number} ({anchor.task.name!r})"
         _require_base(name, anchor, base)
-        actual, required = (anchor.context.config.sublayers, anchor.positions), (sublayers, positions)
+        actual, required = (anchor.extraction.sublayers, anchor.positions), (sublayers, positions)
         if actual != required:
             hint = "fit both with the same values"
             raise I2CLError(f"{name} has (sublayers, positions) {actual}, the new task {required}: {hint}")

@@ -73,8 +73,8 @@ def read_chunks(
 def digest(injection: "Injection") -> str:
     """Return the SHA-256 of everything that an injection's predictions depend on."""
     settings: list[object] = [injection.task.to_dict(), asdict(injection.base), injection.positions]
-    settings += [injection.scoring, injection.context.config.hook_point, injection.seed, injection.label_bias]
-    tensors = [injection.context.values, injection.coefficients]
+    settings += [injection.scoring, injection.extraction.hook_point, injection.seed, injection.label_bias]
+    tensors = [injection.context, injection.coefficients]
     # Optional parts are appended only if present, so that digests of other injections do not change.
     if injection.ensemble is not None:
         settings.append(injection.ensemble.description())

@@ -37,7 +37,7 @@ class Anchored(Injector):
 
     def fit_cost(self, injection: Injection) -> Cost:
         """Return the number of trained values: vectors, and word weights if there are any."""
-        layers, vectors, width = injection.context.values.shape
+        layers, vectors, width = injection.context.shape
         vectors = vectors if self.anchoring.sublayers == "both" else 1
         weights = injection.word_weights
         return Cost(trained=layers * vectors * width + (0 if weights is None else weights.numel()))

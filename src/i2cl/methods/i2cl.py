@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl.core.context import extract
 from i2cl.core.injection import Injection
-from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.recipe import CalibrationConfig, ExtractConfig
 from i2cl.methods.base import Cost, Predictor
 from i2cl.methods.injecting import Injector, injection_predictor
 from i2cl.models.decoder import Decoder
@@ -20,8 +20,8 @@ class CalibrationData(NamedTuple):
 
     task: Task
     demonstrations: Examples
-    context: ContextVector  # vector whose coefficients are calibrated
-    injected: ContextVector  # vector used for prediction
+    context: Injection  # vector whose coefficients are calibrated
+    injected: Injection  # vector used for prediction
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class I2CL(Injector):
         context = self.extract(decoder, task, demonstrations, seed)
         return CalibrationData(task, demonstrations, context, context)
 
-    def extract(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ContextVector:
+    def extract(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Injection:
         """Extract the context vector of demonstrations."""
         return extract(decoder, task, demonstrations, self.extraction, seed=seed)
 
@@ -73,7 +73,8 @@ class I2CL(Injector):
             scoring=scoring,
             progress=progress,
         )
-        return replace(injection, context=data.injected)
+        count = data.injected.demonstrations
+        return replace(injection, context=data.injected.context, demonstrations=count)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit an injection and predict with it. Labels are scored as by few-shot, whatever the loss."""

@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 
 from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
-from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.recipe import CalibrationConfig, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.methods.i2cl import I2CL, CalibrationData
@@ -21,11 +20,11 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task, Template
 
 
-def noise_like(real: ContextVector, seed: int) -> ContextVector:
-    """Return a Gaussian vector of unit variance, of the same shape as a context vector."""
+def noise_like(real: Injection, seed: int) -> Injection:
+    """Replace a context vector by a Gaussian vector of unit variance and the same shape."""
     noise_seed = random.Random(f"noise vector {seed}").getrandbits(63)  # independent of calibration's seed
-    noise = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(noise_seed))
-    return replace(real, values=noise)
+    noise = torch.randn(real.context.shape, generator=torch.Generator().manual_seed(noise_seed))
+    return replace(real, context=noise)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class I2CLUnseen(I2CL):
 
     def fit_cost(self, injection: Injection) -> Cost:
         """Return the number of trained coefficients and of other examples."""
-        return super().fit_cost(injection) + Cost(held_out=injection.context.demonstrations)
+        return super().fit_cost(injection) + Cost(held_out=injection.demonstrations)
 
     def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
         """Extract both context vectors. Raises I2CLError if too few held-out examples remain."""
@@ -139,5 +138,5 @@ class I2CLOverICL(I2CL):
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
         prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=injection.edit())
-        cost = self.fit_cost(injection) + Cost.of(context.values, prefix)
+        cost = self.fit_cost(injection) + Cost.of(context.context, prefix)
         return PromptPredictor(scorer, shown, prefix, injection.edit(), injection, cost)

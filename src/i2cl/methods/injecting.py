@@ -171,4 +171,4 @@ def injection_cost(injection: Injection) -> Cost:
     head = injection.head
     bias = None if head.bias is None else torch.tensor(head.bias)
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return Cost.of(injection.context.values, head.word_weights, bias, unlabelled=texts)
+    return Cost.of(injection.context, head.word_weights, bias, unlabelled=texts)

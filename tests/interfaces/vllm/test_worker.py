@@ -209,7 +209,7 @@ def test_digest_depends_on_the_edit_only(decoder, task):
     assert packed.digest != PackedEdit.of_injection(scaled).digest
     assert packed.digest != PackedEdit.of_injection(injection_for(decoder, task, seed=1)).digest
     rows, scales = packed.tensors(decoder.d_model)
-    torch.testing.assert_close(rows[2], injection.coefficients[1, 0, 0] * injection.context.values[1, 0])
+    torch.testing.assert_close(rows[2], injection.coefficients[1, 0, 0] * injection.context[1, 0])
     torch.testing.assert_close(scales, injection.coefficients[..., 1].flatten())
 
 
@@ -223,9 +223,7 @@ def test_plain_requests_have_no_digest():
 def test_unsupported_injections_are_rejected(decoder, task):
     injection = injection_for(decoder, task)
     one_line("on positions 'last'", PackedEdit.of_injection, replace(injection, positions="last"))
-    context = injection.context
-    hidden = replace(context, config=ExtractConfig(sublayers="hidden"), values=context.values[:, :1])
+    hidden = {"context": injection.context[:, :1], "coefficients": injection.coefficients[:, :1]}
+    hidden = replace(injection, extraction=ExtractConfig(sublayers="hidden"), **hidden)
     with pytest.raises(I2CLError, match="block outputs"):
-        PackedEdit.of_injection(
-            replace(injection, context=hidden, coefficients=injection.coefficients[:, :1])
-        )
+        PackedEdit.of_injection(hidden)

@@ -334,7 +334,7 @@ def _show_fit(
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.storage.card import describe_prior, describe_weights
 
-    labels, history, count = injection.task.labels, injection.history, injection.context.demonstrations
+    labels, history, count = injection.task.labels, injection.history, injection.demonstrations
     summary = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
     experts = " and ".join(injection.ensemble.names[1:]) if injection.ensemble else ""
     what = f"{injection.task.name} by {method}{f' with {experts}' if experts else ''}, {count} demonstrations"
@@ -369,7 +369,7 @@ def _fit_record(
         "method": method,
         "task": injection.task.name,
         "labels": list(injection.task.labels),
-        "demonstrations": injection.context.demonstrations,
+        "demonstrations": injection.demonstrations,
         "rows": rows,
         "first_loss": history[0] if history else None,
         "last_loss": history[-1] if history else None,

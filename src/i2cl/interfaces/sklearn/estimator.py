@@ -297,7 +297,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         state = injection.settings.get(SETTINGS_KEY, {"classes": list(words), "shots": None})
         classes = _stored_classes(state)
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
-        settings = injection.context.config.model_dump() | injection.settings
+        settings = injection.extraction.model_dump() | injection.settings
         configs: list[type[BaseModel]] = [*method.settings, EnsembleConfig]
         fields = {option: field for config in configs for option, field in config.model_fields.items()}
         changed = {

@@ -64,7 +64,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         injection = tasks.injection(entry.digest)
         return _task(entry) | {
             "template": injection.task.template.format,
-            "demonstrations": injection.context.demonstrations,
+            "demonstrations": injection.demonstrations,
             "settings": injection.settings,
             "history": list(injection.history),
             "metrics": injection.metrics,
