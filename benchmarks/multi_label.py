@@ -236,7 +236,7 @@ def run(name: str, setting: Setting) -> dict[str, dict[str, object]]:
     scorer, fit_seconds = timed(METHODS[name], setting)
     records = {name: evaluate(name, setting, scorer, fit_seconds)}
     if isinstance(scorer, FittedEnsemble):
-        weights = scorer.injection.ensemble.description()["weights"]
+        weights = scorer.injection.ensemble["weights"]
         records[name] |= {"weights": weights, "temperature": scorer.injection.temperature}
         alone = anchored.__name__
         records[alone] = evaluate(alone, setting, scorer.alone, scorer.llm_seconds)

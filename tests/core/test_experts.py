@@ -37,8 +37,7 @@ def rows_of(task):
 
 def fitted(task, config=CONFIG):
     decoder = decoder_of("llama")
-    ensemble = fit_ensemble(config, LLM_PRIOR, task, rows_of(task), "cpu")
-    return random_injection(decoder, task, 3).with_head(ensemble=ensemble)
+    return fit_ensemble(random_injection(decoder, task, 3), config, LLM_PRIOR, rows_of(task), "cpu")
 
 
 @pytest.fixture
@@ -53,8 +52,8 @@ def test_log_probs_are_the_weighted_product_of_the_experts(task, words_encoder):
     methods = make_methods(["sentence_embeddings", "char_tfidf"], {"encoder": "words"})
     experts = [method.fit(decoder, task, rows, 0).log_probs(TEXTS) for method in methods]
     each = [injection.llm_alone().log_probs(decoder, TEXTS), *experts]
-    assert injection.ensemble.names == ("llm", "embeddings", "tfidf")
-    weighted = zip(injection.ensemble.weights, each, strict=True)
+    assert injection.head.members == ("llm", "embeddings", "tfidf")
+    weighted = zip(injection.head.expert_weights, each, strict=True)
     expected = sum(weight * log_probs for weight, log_probs in weighted).log_softmax(-1)
     torch.testing.assert_close(injection.log_probs(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
     assert injection.log_probs(decoder, []).shape == (0, len(task.labels))
@@ -74,7 +73,7 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
     scores = injection.log_probs(decoder, TEXTS)
     injection.save_pretrained(tmp_path / "new")
     stored = json.loads((tmp_path / "new" / DESCRIPTION).read_text(encoding="utf-8"))
-    weights = dict(zip(("llm", "embeddings", "tfidf"), injection.ensemble.weights, strict=True))
+    weights = dict(zip(("llm", "embeddings", "tfidf"), injection.head.expert_weights, strict=True))
     assert stored["ensemble"] == {"weights": weights, "encoder": "words"}
     loaded = Injection.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(loaded.log_probs(decoder, TEXTS), scores)
@@ -95,7 +94,7 @@ def test_label_prior_corrects_the_llm(injection):
     decoder = decoder_of("llama")
     with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
-    assert prior.ensemble is injection.ensemble
+    assert prior.head.experts is injection.head.experts
     means = injection.llm_alone().log_probs(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -(3 * means).log().double())
 
@@ -130,7 +129,7 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
     place.mkdir()
     monkeypatch.chdir(tmp_path)
     moved = Injection.from_pretrained(tmp_path / "task", encoder="elsewhere")
-    assert moved.ensemble.embeddings.encoder == str(place)
+    assert moved.head.embeddings.encoder == str(place)
     decoder = decoder_of("llama")
     torch.testing.assert_close(moved.log_probs(decoder, TEXTS), injection.log_probs(decoder, TEXTS))
     encoders.probe.cache_clear()
@@ -147,7 +146,8 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
 
 def test_label_without_demonstration_leaves_the_llm_alone(words_encoder):
     some = [row for row in rows_of(TASKS[1]) if row.label]
-    assert fit_ensemble(CONFIG, LLM_PRIOR, TASKS[1], some, "cpu") is None
+    plain = random_injection(decoder_of("llama"), TASKS[1], 3)
+    assert fit_ensemble(plain, CONFIG, LLM_PRIOR, some, "cpu").ensemble is None
 
 
 def test_exports_hold_the_llm_alone(injection):
@@ -169,8 +169,7 @@ def test_encoder_path_is_not_written_to_the_artefact(injection, tmp_path, monkey
         return "here"
 
     monkeypatch.setattr("i2cl.core.injection.upload", upload)
-    moved = injection.ensemble.with_encoder(str(tmp_path / "mine"))
-    injection.with_head(ensemble=moved).push_to_hub("me/task")
+    injection.with_encoder(str(tmp_path / "mine")).push_to_hub("me/task")
     assert seen["ensemble"]["encoder"] == "mine"
     assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
     assert _without_folders("prior_std=2") == "prior_std=2"

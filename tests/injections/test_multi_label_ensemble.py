@@ -37,7 +37,7 @@ ENCODER = EnsembleConfig(encoder="words")
 def fitted(config=ENCODER, rows=ROWS, **fields):
     fields = {"scoring": "words", "thresholds": (0.5, 0.3, 0.7), "bias": (-1.0, 0.5, 0.0)} | fields
     injection = random_injection(decoder_of("llama"), TASK, 3, fields=fields)
-    return injection.with_head(ensemble=fit_ensemble(config, LLM_PRIOR, TASK, rows, "cpu"))
+    return fit_ensemble(injection, config, LLM_PRIOR, rows, "cpu")
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_pooled_log_odds_are_the_weighted_sum_of_the_members(injection):
     tfidf = TfidfExpert.fit(TASK, ROWS).scores(TEXTS)
     members = [alone.logit(), torch.from_numpy(embeddings), tfidf.double()]
     weights = (0.25, 0.8, 0.5)
-    assert injection.ensemble.names == ("llm", "embeddings", "tfidf")
-    assert injection.ensemble.weights == pytest.approx(weights)
+    assert injection.head.members == ("llm", "embeddings", "tfidf")
+    assert injection.head.expert_weights == pytest.approx(weights)
     odds = sum(weight * one for weight, one in zip(weights, members, strict=True))
     found = injection.log_probs(decoder, TEXTS)
     torch.testing.assert_close(found.double(), odds.sigmoid().log(), rtol=1e-3, atol=1e-4)
@@ -110,7 +110,7 @@ def test_label_on_no_or_every_demonstration_gets_no_weight(ids):
 
 
 def test_label_without_a_demonstration_leaves_the_llm_alone(words_encoder):
-    assert fit_ensemble(ENCODER, LLM_PRIOR, TASK, ROWS[:3], "cpu") is None
+    assert fitted(rows=ROWS[:3]).ensemble is None
 
 
 def test_temperature_divides_the_pooled_log_odds(injection):
@@ -130,8 +130,7 @@ def test_temperature_divides_the_pooled_log_odds(injection):
 def test_saved_ensemble_gives_the_same_answers_in_mixed_batches(injection, tmp_path):
     decoder = decoder_of("llama")
     assert injection.llm_alone().head.thresholds == (0.5, 0.5, 0.5)
-    ensemble = replace(injection.ensemble, llm_thresholds=(0.2, 0.3, 0.4))
-    injection.with_head(ensemble=ensemble).save_pretrained(tmp_path / "new")
+    injection.with_head(llm_thresholds=(0.2, 0.3, 0.4)).save_pretrained(tmp_path / "new")
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.llm_alone().head.thresholds == (0.2, 0.3, 0.4)
     assert torch.equal(loaded.log_probs(decoder, TEXTS), injection.log_probs(decoder, TEXTS))
@@ -165,7 +164,7 @@ def test_damaged_ensembles_are_refused(injection, tmp_path):
 
     one_line("are not one per member, at least 0: fit it again", load_with, tfidf=-1.0)
     one_line("unknown expert 'bert' in an ensemble: upgrade i2cl, or fit it again", load_with, bert=1.0)
-    assert load_with().ensemble.weights == injection.ensemble.weights
+    assert load_with().head.expert_weights == injection.head.expert_weights
     tensors = load_file(tmp_path / "new" / TENSORS)
     tensors["tfidf_weights"] = tensors["tfidf_weights"][:2].contiguous()
     save_file(tensors, tmp_path / "new" / TENSORS)
@@ -212,14 +211,14 @@ def test_fit_chooses_the_weights_and_evaluates_the_ensemble(words_encoder, folds
     assert scores["ensemble"]["cached_bytes"] == sum(
         scores[name]["cached_bytes"] for name in ("anchored", "sentence_embeddings", "char_tfidf")
     )
-    assert all(weight >= 0 for weight in result.ensemble.weights)
-    assert result.ensemble.weights != pytest.approx((1 / 2.4, 0.8, 0.5))
+    assert all(weight >= 0 for weight in result.head.expert_weights)
+    assert result.head.expert_weights != pytest.approx((1 / 2.4, 0.8, 0.5))
     # the words tell the label, and the tiny model knows none
     assert scores["ensemble"]["micro_f1"] > scores["anchored"]["micro_f1"]
-    assert result.ensemble.weights[1] > result.ensemble.weights[0]
+    assert result.head.expert_weights[1] > result.head.expert_weights[0]
     assert {"difference", "low", "high"} == evaluation["llm_gain"].keys()
     assert result.head.thresholds != (0.5,) * 3
-    assert result.llm_alone().head.thresholds == result.ensemble.llm_thresholds != result.head.thresholds
+    assert result.llm_alone().head.thresholds == result.head.llm_thresholds != result.head.thresholds
     alone = describe_llm_alone(result.description())
     micro_f1 = (
         f"micro-F1 {scores['anchored']['micro_f1']:.3f} instead of {scores['ensemble']['micro_f1']:.3f}"

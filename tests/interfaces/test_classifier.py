@@ -112,6 +112,11 @@ def shown_of(result, shots):
     return task, replace(task, train=tuple(rows)).sample(shots, 0)
 
 
+def pooled_like(injection, result):
+    head = result.injection_.head
+    return injection.with_head(experts=head.experts, expert_weights=head.expert_weights)
+
+
 def test_fit_equals_extract_and_calibrate():
     tags = quick().__sklearn_tags__().input_tags
     assert (tags.string, tags.two_d_array) == (True, False)
@@ -120,7 +125,7 @@ def test_fit_equals_extract_and_calibrate():
     injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert result.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(result.injection_.coefficients, injection.coefficients)
-    injection = injection.with_head(ensemble=result.injection_.ensemble)  # chosen on rows that shots left
+    injection = pooled_like(injection, result)  # weights are chosen on rows that shots left
     scores = injection.log_probs(decoder, QUERIES).double()
     assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
@@ -134,7 +139,7 @@ def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
     plain = anchor(reference(), *shown_of(result, 5), AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(result.injection_.context, injection.context)
-    injection = injection.with_head(ensemble=result.injection_.ensemble)
+    injection = pooled_like(injection, result)
     assert np.allclose(result.decision_function(QUERIES), injection.log_probs(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in result.report_["methods"]
     result.save_pretrained(tmp_path / "out")

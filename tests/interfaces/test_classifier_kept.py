@@ -105,7 +105,7 @@ def test_pickle_contains_no_weights(module):
     module.dump(fitted(), carried)
     injection = fitted().injection_
     tensors = injection.context.nbytes + injection.coefficients.nbytes
-    for expert in injection.ensemble.experts:
+    for expert in injection.head.experts:
         tensors += sum(tensor.nbytes for tensor in expert.tensors().values())
     assert carried.tell() < tensors + 6000
     carried.seek(0)

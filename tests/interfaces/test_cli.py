@@ -236,8 +236,8 @@ def test_text_experts_are_fitted_saved_and_used_by_predict(call, home, tmp_path,
     names = ["char_tfidf", "sentence_embeddings", "anchored", "ensemble"]
     assert list(record["evaluation"]["methods"])[-4:] == names
     injection = Injection.from_pretrained(tmp_path / "new")
-    assert record["ensemble"] == injection.ensemble.description()
-    assert injection.ensemble.names == ("llm", "embeddings", "tfidf")
+    assert record["ensemble"] == injection.ensemble
+    assert injection.head.members == ("llm", "embeddings", "tfidf")
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     texts = [row["text"] for row in rows(12, start=16)]
     _, result = parsed(call("predict", tmp_path / "new", home / "test.jsonl")[1])
@@ -248,9 +248,9 @@ def test_text_experts_are_fitted_saved_and_used_by_predict(call, home, tmp_path,
     torch.testing.assert_close(parsed(call(*moved)[1])[1], result)
     named = [*arguments, "0", "--experts", "llm,embeddings", "-o", str(tmp_path / "named")]
     assert call(*named)[0] == 0
-    again = Injection.from_pretrained(tmp_path / "named").ensemble
-    assert again.names == ("llm", "embeddings")
-    assert torch.equal(again.embeddings.weights, injection.ensemble.embeddings.weights)
+    again = Injection.from_pretrained(tmp_path / "named").head
+    assert again.members == ("llm", "embeddings")
+    assert torch.equal(again.embeddings.weights, injection.head.embeddings.weights)
 
 
 def test_recipe_and_options_reach_the_calibration(call, said, home, tmp_path):

@@ -97,7 +97,7 @@ def test_fit_evaluates_and_chooses_thresholds(fitted):
     injection = Injection.from_pretrained(fitted)
     evaluation = injection.evaluation
     assert [*evaluation["methods"]] == ["label_frequency", "zero_shot", "char_tfidf", "anchored", "ensemble"]
-    assert injection.ensemble.names == ("llm", "tfidf")
+    assert injection.head.members == ("llm", "tfidf")
     assert set(evaluation["support"]) == set(LABELS)
     assert evaluation["verdict"]
     assert injection.head.thresholds != (0.5,) * 3
@@ -144,7 +144,7 @@ def test_exported_classifier_answers_with_a_sigmoid(fitted, tmp_path):
     decoder = Decoder.from_pretrained(injection.base.name)
     notes = export_classifier(decoder, injection, tmp_path / "out")
     (note,) = (note for note in notes if "threshold" in note)
-    assert f"billing {injection.ensemble.llm_thresholds[0]:.4g}, " in note
+    assert f"billing {injection.head.llm_thresholds[0]:.4g}, " in note
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["problem_type"]
         == "multi_label_classification"
@@ -206,7 +206,7 @@ def test_estimator_takes_indicators(model):
     estimator.fit(TEXTS, table)
     probabilities = estimator.predict_proba(TEXTS)
     assert estimator.classes_.tolist() == list(LABELS)
-    assert estimator.injection_.ensemble.names == ("llm", "tfidf")
+    assert estimator.injection_.head.members == ("llm", "tfidf")
     log_probs = estimator.injection_.log_probs(decoder, TEXTS)
     assert probabilities == pytest.approx(log_probs.exp().numpy(), abs=1e-6)
     assert probabilities.shape == table.shape

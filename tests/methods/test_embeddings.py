@@ -119,9 +119,10 @@ finally:
 def test_predict_with_an_ensemble_does_not_import_libraries_of_the_fit(encoder, tmp_path):
     decoder, task = Decoder.from_pretrained("reference"), load_task("mood-colour-1")
     config, shown = EnsembleConfig(encoder=encoder), task.sample(1, 0)
-    ensemble = fit_ensemble(config, WeightPrior(0.25, 0.5), task, shown, "cpu")
-    assert ensemble.names == ("llm", "embeddings", "tfidf")
-    random_injection(decoder, task, 1).with_head(ensemble=ensemble).save_pretrained(tmp_path / "task")
+    plain = random_injection(decoder, task, 1)
+    injection = fit_ensemble(plain, config, WeightPrior(0.25, 0.5), shown, "cpu")
+    assert injection.head.members == ("llm", "embeddings", "tfidf")
+    injection.save_pretrained(tmp_path / "task")
     (tmp_path / "texts.txt").write_text("a warm night\n", encoding="utf-8")
     command = [sys.executable, "-c", PREDICT, "predict", tmp_path / "task", tmp_path / "texts.txt"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)

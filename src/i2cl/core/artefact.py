@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 
 class StoredEnsemble(pydantic.BaseModel):
-    """The JSON description of an `i2cl.core.experts.Ensemble`."""
+    """The JSON description of an ensemble (`i2cl.core.injection.LabelHead.ensemble`)."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -1,6 +1,7 @@
 """Text experts: small classifiers on the text alone, whose label probabilities are pooled with the LLM's.
 
-Beyond the paper. The members of an `Ensemble` are combined by a log-linear pool,
+Beyond the paper. The LLM and the text experts of an `i2cl.core.injection.LabelHead` are combined by a
+log-linear pool,
 
     log p(label) = sum over members of weight * log p_member(label), normalized,
 
@@ -9,10 +10,9 @@ https://doi.org/10.1214/ss/1177013825). In a multi-label task every label is a c
 answers, so the weights multiply log-odds. `i2cl.injections.ensemble` fits the weights.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -206,92 +206,30 @@ class TfidfExpert(TextExpert):
 EXPERTS = {one.name: one for one in (EmbeddingsExpert, TfidfExpert)}
 
 
-@dataclass(frozen=True, eq=False)
-class Ensemble:
-    """Text experts beside the LLM, and the weights of the log-linear pool.
+def stored_experts(
+    weights: Mapping[str, float], encoder: str | None, tensors: Mapping[str, Tensor]
+) -> tuple[TextExpert, ...]:
+    """Return the text experts of a stored ensemble.
 
-    Attributes:
-        experts: the text experts.
-        weights: weight of the LLM, then of each text expert; not negative.
-        llm_thresholds: thresholds of a multi-label task for the LLM alone, if they were fitted.
+    Args:
+        weights: by member.
+        encoder: sentence encoder of the member ``"embeddings"``.
+        tensors: the experts' tensors.
+
+    Raises:
+        KeyError: if a tensor is missing.
+        I2CLError: if an expert is unknown or damaged.
     """
-
-    experts: tuple[TextExpert, ...]
-    weights: tuple[float, ...]
-    llm_thresholds: tuple[float, ...] | None = None
-
-    def require_labels(self, count: int) -> None:
-        """Raise I2CLError unless there is a weight of at least 0 per member, and experts fit the labels."""
-        if len(self.weights) != len(self.names) or not all(0 <= one < math.inf for one in self.weights):
-            raise I2CLError(
-                f"ensemble weights {self.weights} are not one per member, at least 0: fit it again"
-            )
-        for expert in self.experts:
-            if len(expert.weights) != count:
-                what = f"{expert.name} weights {tuple(expert.weights.shape)} do not fit {count} labels"
-                raise I2CLError(f"{what}: fit it again")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the members, in the order of the weights."""
-        return (LLM, *(expert.name for expert in self.experts))
-
-    @property
-    def embeddings(self) -> EmbeddingsExpert | None:
-        """The expert with a sentence encoder, if there is one."""
-        return next((one for one in self.experts if isinstance(one, EmbeddingsExpert)), None)
-
-    def with_encoder(self, encoder: str) -> "Ensemble":
-        """Return a copy that loads its sentence encoder from another place."""
-        moved = [
-            replace(one, encoder=encoder) if isinstance(one, EmbeddingsExpert) else one
-            for one in self.experts
-        ]
-        return replace(self, experts=tuple(moved))
-
-    def text_scores(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts experts labels"]:
-        """Compute the scores of all text experts. Raises I2CLError as `TextExpert.scores`."""
-        return torch.stack([expert.scores(texts, device) for expert in self.experts], 1)
-
-    def description(self) -> dict[str, Any]:
-        """Return the JSON description, which `from_stored` reads together with the experts' tensors."""
-        description: dict[str, Any] = {"weights": dict(zip(self.names, self.weights, strict=True))}
-        if self.embeddings is not None:
-            description["encoder"] = self.embeddings.encoder
-        if self.llm_thresholds is not None:
-            description["llm_thresholds"] = list(self.llm_thresholds)
-        return description
-
-    @classmethod
-    def from_stored(
-        cls,
-        weights: Mapping[str, float],
-        encoder: str | None,
-        tensors: Mapping[str, Tensor],
-        llm_thresholds: tuple[float, ...] | None = None,
-    ) -> Self:
-        """Return a stored ensemble.
-
-        Args:
-            weights: by member.
-            encoder: sentence encoder of the member ``"embeddings"``.
-            tensors: the experts' tensors.
-            llm_thresholds: thresholds for the LLM alone.
-
-        Raises:
-            KeyError: if a tensor is missing.
-            I2CLError: if an expert is unknown or damaged.
-        """
-        experts: list[TextExpert] = []
-        for name in [name for name in weights if name != LLM]:
-            if name == EmbeddingsExpert.name and encoder:
-                regression, probe = (tensors[tensor] for tensor in EmbeddingsExpert.tensor_names)
-                experts.append(EmbeddingsExpert(regression, encoder, probe))
-            elif name == TfidfExpert.name:
-                experts.append(TfidfExpert(*(tensors[tensor] for tensor in TfidfExpert.tensor_names)))
-            else:
-                raise I2CLError(f"unknown expert {name!r} in an ensemble: upgrade i2cl, or fit it again")
-        return cls(tuple(experts), tuple(weights.values()), llm_thresholds)
+    experts: list[TextExpert] = []
+    for name in [name for name in weights if name != LLM]:
+        if name == EmbeddingsExpert.name and encoder:
+            regression, probe = (tensors[tensor] for tensor in EmbeddingsExpert.tensor_names)
+            experts.append(EmbeddingsExpert(regression, encoder, probe))
+        elif name == TfidfExpert.name:
+            experts.append(TfidfExpert(*(tensors[tensor] for tensor in TfidfExpert.tensor_names)))
+        else:
+            raise I2CLError(f"unknown expert {name!r} in an ensemble: upgrade i2cl, or fit it again")
+    return tuple(experts)
 
 
 def pool(

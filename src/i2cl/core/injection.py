@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from i2cl.core import artefact
 from i2cl.core.ablations import Positions, at_positions
-from i2cl.core.experts import Ensemble, pool
+from i2cl.core.experts import LLM, EmbeddingsExpert, TextExpert, pool, stored_experts
 from i2cl.core.recipe import ExtractConfig
 from i2cl.encoders import absolute
 from i2cl.errors import I2CLError
@@ -48,8 +48,8 @@ class LabelHead:
     """Turns the model's answer to a query into log-probabilities of the labels.
 
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
-    the label words (`i2cl.models.encoding.LabelTokens`). The bias is added. Without an ensemble the
-    temperature then divides; with one, the LLM is pooled with the text experts instead.
+    the label words (`i2cl.models.encoding.LabelTokens`). The bias is added. Without text experts the
+    temperature then divides; with some, the scores of all members are pooled instead (`i2cl.core.experts`).
 
     In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
     sigmoid replaces the softmax, and a text has every label whose probability reaches its threshold.
@@ -61,22 +61,48 @@ class LabelHead:
         bias: nats per label, added to the LLM's log-probabilities among the labels, or None.
         temperature: of the LLM alone: divides its log-probabilities among the labels, after the bias. Above
             1 confidence falls; predictions stay the same. An ensemble has a weight for the LLM instead.
-        ensemble: text experts and the weights of all members, or None for the LLM alone.
+        experts: text experts of the ensemble; none for the LLM alone.
+        expert_weights: weight of the LLM, then of each text expert; not negative. Empty without text experts.
         thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
             label, the most probable.
+        llm_thresholds: thresholds for the LLM alone, if they were fitted.
     """
 
     scoring: Scoring = "auto"
     word_weights: Float[Tensor, "tokens labels"] | None = None
     bias: tuple[float, ...] | None = None
     temperature: float = 1.0
-    ensemble: Ensemble | None = None
+    experts: tuple[TextExpert, ...] = ()
+    expert_weights: tuple[float, ...] = ()
     thresholds: tuple[float, ...] | None = None
+    llm_thresholds: tuple[float, ...] | None = None
 
     @property
     def multi_label(self) -> bool:
         """Whether each label has its own probability, instead of one probability among the labels."""
         return self.thresholds is not None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the members of the ensemble, in the order of the weights."""
+        return (LLM, *(expert.name for expert in self.experts))
+
+    @property
+    def embeddings(self) -> EmbeddingsExpert | None:
+        """The expert with a sentence encoder, if there is one."""
+        return next((one for one in self.experts if isinstance(one, EmbeddingsExpert)), None)
+
+    @property
+    def ensemble(self) -> dict[str, Any] | None:
+        """JSON description of the ensemble; None for the LLM alone."""
+        if not self.experts:
+            return None
+        description: dict[str, Any] = {"weights": dict(zip(self.members, self.expert_weights, strict=True))}
+        if self.embeddings is not None:
+            description["encoder"] = self.embeddings.encoder
+        if self.llm_thresholds is not None:
+            description["llm_thresholds"] = list(self.llm_thresholds)
+        return description
 
     def require_labels(self, count: int) -> None:
         """Check that the head fits ``count`` labels.
@@ -108,17 +134,26 @@ class LabelHead:
                 f"thresholds {thresholds} are not one number between 0 and 1 for each of {count} labels: fit "
                 "it again"
             )
-        if self.ensemble is not None:
-            self.ensemble.require_labels(count)
+        weights_fit = len(self.expert_weights) == (len(self.members) if self.experts else 0)
+        if not weights_fit or not all(0 <= one < math.inf for one in self.expert_weights):
+            raise I2CLError(
+                f"ensemble weights {self.expert_weights} are not one per member, at least 0: fit it again"
+            )
+        for expert in self.experts:
+            if len(expert.weights) != count:
+                what = f"{expert.name} weights {tuple(expert.weights.shape)} do not fit {count} labels"
+                raise I2CLError(f"{what}: fit it again")
 
     def text_scores(
         self, texts: Sequence[str], device: torch.device
     ) -> Float[Tensor, "texts experts labels"] | None:
-        """Compute the label scores of the text experts; None without an ensemble.
+        """Compute the label scores of the text experts; None without any.
 
         Raises I2CLError as `i2cl.core.experts.TextExpert.scores`.
         """
-        return None if self.ensemble is None else self.ensemble.text_scores(texts, str(device))
+        if not self.experts:
+            return None
+        return torch.stack([expert.scores(texts, str(device)) for expert in self.experts], 1)
 
     def log_probs(
         self,
@@ -132,18 +167,18 @@ class LabelHead:
         Args:
             scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
                 log-odds.
-            text_scores: those of the text experts; required with an ensemble.
+            text_scores: those of the text experts; required if there are some.
         """
         bias = None if self.bias is None else torch.tensor(self.bias)
-        if self.ensemble is None and not self.multi_label:
+        if not self.experts and not self.multi_label:
             return label_log_probs(scores, bias, self.temperature)
         odds = scores.double() if bias is None else scores.double() + bias
-        if self.ensemble is None:
+        if not self.experts:
             odds = odds / self.temperature
         elif text_scores is None:
             raise ValueError("an ensemble needs the scores of its text experts")
         else:
-            odds = pool(torch.cat([odds[..., None, :], text_scores], -2), self.ensemble.weights)
+            odds = pool(torch.cat([odds[..., None, :], text_scores], -2), self.expert_weights)
         return (logsigmoid(odds) if self.multi_label else odds.log_softmax(-1)).float()
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
@@ -241,12 +276,21 @@ class Injection:
 
         In a multi-label task it has the thresholds of the LLM alone; `DEFAULT_THRESHOLD` without any.
         """
-        if self.head.ensemble is None:
+        if not self.head.experts:
             return self
+        alone = self.with_head(experts=(), expert_weights=(), llm_thresholds=None)
         if not self.task.multi_label:
-            return self.with_head(ensemble=None)
+            return alone
         default = (DEFAULT_THRESHOLD,) * len(self.task.labels)
-        return self.with_head(ensemble=None, thresholds=self.head.ensemble.llm_thresholds or default)
+        return alone.with_head(thresholds=self.head.llm_thresholds or default)
+
+    def with_encoder(self, encoder: str) -> "Injection":
+        """Return a copy that loads its sentence encoder from another place."""
+        moved = [
+            replace(one, encoder=encoder) if isinstance(one, EmbeddingsExpert) else one
+            for one in self.head.experts
+        ]
+        return self.with_head(experts=tuple(moved))
 
     def with_report(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `Report`."""
@@ -401,9 +445,8 @@ class Injection:
         tensors = {"context_vector": self.context, "coefficients": self.coefficients}
         if self.head.word_weights is not None:
             tensors["word_weights"] = self.head.word_weights
-        if self.head.ensemble is not None:
-            for expert in self.head.ensemble.experts:
-                tensors |= expert.tensors()
+        for expert in self.head.experts:
+            tensors |= expert.tensors()
         kept = () if shared else self.examples
         artefact.write(folder, tensors, replace(self, examples=kept).description(), name, shared=shared)
         if kept:
@@ -431,24 +474,27 @@ class Injection:
         injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:
             return injection
-        if injection.head.ensemble is None or injection.head.ensemble.embeddings is None:
+        if injection.head.embeddings is None:
             raise I2CLError(f"{str(name)!r} uses no sentence encoder: leave out {encoder!r}")
-        return injection.with_head(ensemble=injection.head.ensemble.with_encoder(absolute(encoder)))
+        return injection.with_encoder(absolute(encoder))
 
     @classmethod
     def _of(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
-        base, kept = ModelIdentity.from_dict(stored.base_model), stored.ensemble
-        ensemble = None
-        if kept is not None:
-            ensemble = Ensemble.from_stored(kept.weights, kept.encoder, tensors, kept.llm_thresholds)
-        weights = tensors["word_weights"] if stored.word_weights else None
+        ensemble = stored.ensemble or artefact.StoredEnsemble(weights={})
         return cls(
             context=tensors["context_vector"],
             coefficients=tensors["coefficients"],
             task=Task.from_dict(stored.task),
-            base=base,
+            base=ModelIdentity.from_dict(stored.base_model),
             head=LabelHead(
-                stored.scoring, weights, stored.label_bias, stored.temperature, ensemble, stored.thresholds
+                scoring=stored.scoring,
+                word_weights=tensors["word_weights"] if stored.word_weights else None,
+                bias=stored.label_bias,
+                temperature=stored.temperature,
+                experts=stored_experts(ensemble.weights, ensemble.encoder, tensors),
+                expert_weights=tuple(ensemble.weights.values()),
+                thresholds=stored.thresholds,
+                llm_thresholds=ensemble.llm_thresholds,
             ),
             report=Report(stored.settings, stored.history, stored.metrics, stored.command, stored.evaluation),
             seed=stored.seed,
@@ -477,7 +523,7 @@ class Injection:
             "word_weights": head.word_weights is not None,
             "label_bias": None if head.bias is None else list(head.bias),
             "temperature": head.temperature if head.temperature != 1 else None,
-            "ensemble": None if head.ensemble is None else head.ensemble.description(),
+            "ensemble": head.ensemble,
             "thresholds": None if head.thresholds is None else list(head.thresholds),
             "kept_examples": bool(self.examples),
             "metrics": report.metrics,

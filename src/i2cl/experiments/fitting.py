@@ -111,11 +111,10 @@ def _fit(
     if temperature := typical_temperature(method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
     weighted, device = method.weighted(task, demonstrations), str(decoder.device)
-    ensemble = fit_ensemble(request.ensemble, llm_prior(method), task, weighted, device)
+    injection = fit_ensemble(injection, request.ensemble, llm_prior(method), weighted, device)
     settings = injection.settings
-    if ensemble is not None and ensemble.embeddings is not None:
+    if injection.head.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
-    injection = injection.with_head(ensemble=ensemble)
     return injection.with_report(command=request.command, settings=settings), refit
 
 

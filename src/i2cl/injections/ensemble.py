@@ -17,7 +17,8 @@ from jaxtyping import Float
 from pydantic import BeforeValidator, Field, ValidationError
 
 from i2cl import encoders
-from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, Ensemble, TextExpert, TfidfExpert
+from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfExpert
+from i2cl.core.injection import Injection, LabelHead
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, normalised
@@ -73,12 +74,10 @@ class EnsembleConfig(Settings):
         return config, {name: value for name, value in options.items() if name not in own}
 
     @classmethod
-    def of(cls, ensemble: Ensemble | None) -> Self:
-        """Return the experts and the encoder of an ensemble; the LLM alone for None."""
-        if ensemble is None:
-            return cls(experts=(LLM,))
-        encoder = None if ensemble.embeddings is None else ensemble.embeddings.encoder
-        return cls(experts=ensemble.names, encoder=encoder)
+    def of(cls, head: LabelHead) -> Self:
+        """Return the experts and the encoder of a label head."""
+        encoder = None if head.embeddings is None else head.embeddings.encoder
+        return cls(experts=head.members, encoder=encoder)
 
     @property
     def embeddings(self) -> EmbeddingsConfig | None:
@@ -125,30 +124,31 @@ class EnsembleConfig(Settings):
 
 
 def fit_ensemble(
-    config: EnsembleConfig, llm: WeightPrior, task: Task, demonstrations: Examples, device: str
-) -> Ensemble | None:
-    """Fit the text experts, at the typical weights of the members.
+    injection: Injection, config: EnsembleConfig, llm: WeightPrior, demonstrations: Examples, device: str
+) -> Injection:
+    """Fit text experts, and pool an injection with them at the typical weights of the members.
 
     Args:
+        injection: the LLM.
         config: which experts.
         llm: prior of the LLM's weight.
-        task: gives the labels.
         demonstrations: labelled examples, with their weights.
         device: of the sentence encoder.
 
     Returns:
-        The ensemble, or None if the LLM is the only member, or if a label has no demonstration, which text
+        The ensemble; the LLM alone if it is the only member, or if a label has no demonstration, which text
         experts could not predict.
 
     Raises:
         I2CLError: if a package or the encoder is missing, or a text is empty.
     """
-    names = config.members_for([example.text for example in demonstrations], device)[1:]
+    task, names = injection.task, config.members_for([example.text for example in demonstrations], device)[1:]
     present = {label for example in demonstrations for label in example.ids}
     if not names or present != {*range(len(task.labels))}:
-        return None
+        return injection.llm_alone()
     experts = tuple(fit_expert(name, config, task, demonstrations, device) for name in names)
-    return Ensemble(experts, (llm.mean, *(TEXT_PRIORS[name].mean for name in names)))
+    weights = (llm.mean, *(TEXT_PRIORS[name].mean for name in names))
+    return injection.with_head(experts=experts, expert_weights=weights)
 
 
 def fit_expert(

@@ -115,8 +115,8 @@ class InjectionPool:
         """
         injection.require_base(self.decoder, force=force)
         device = self.decoder.device
-        if injection.ensemble is not None and injection.ensemble.embeddings is not None:
-            injection.ensemble.embeddings.require_encoder(str(device))
+        if injection.head.embeddings is not None:
+            injection.head.embeddings.require_encoder(str(device))
         scorer, edit = injection.scorer(self.decoder), injection.affine_edit()
         _ = scorer.labels  # invalid labels raise here, before the first query
         self._loaded[name] = LoadedTask(
@@ -216,15 +216,14 @@ class InjectionPool:
 
     def _text_scores(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, "experts labels"]]:
         """Return the label scores of text experts, by row, of queries whose task has some."""
-        by_ensemble = defaultdict(list)
+        by_head = defaultdict(list)
         for row, query in enumerate(queries):
-            if query.task.head.ensemble is not None:
-                by_ensemble[query.task.head.ensemble].append(row)
+            by_head[query.task.head].append(row)
         scores: dict[int, Tensor] = {}
-        for ensemble, rows in by_ensemble.items():
-            texts = [queries[row].text for row in rows]
-            values = ensemble.text_scores(texts, str(self.decoder.device))
-            scores |= zip(rows, values, strict=True)
+        for head, rows in by_head.items():
+            values = head.text_scores([queries[row].text for row in rows], self.decoder.device)
+            if values is not None:
+                scores |= zip(rows, values, strict=True)
         return scores
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:

@@ -6,7 +6,6 @@ with a log-normal prior.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -44,7 +43,7 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     from scipy.special import expit, logit
 
     changed = injection.with_head(temperature=float(temperature)).with_report(command="")
-    factor, ensemble = injection.temperature / changed.temperature, injection.ensemble
+    factor, head = injection.temperature / changed.temperature, injection.head
 
     def rescale(thresholds: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if thresholds is None:
@@ -52,12 +51,11 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
         scaled = expit(factor * logit(thresholds))
         return tuple(np.clip(scaled, _MIN_THRESHOLD, 1 - _MIN_THRESHOLD).tolist())
 
-    changed = changed.with_head(thresholds=rescale(injection.head.thresholds))
-    if ensemble is None:
-        return changed
-    weights = tuple(factor * weight for weight in ensemble.weights)
-    llm_thresholds = rescale(ensemble.llm_thresholds)
-    return changed.with_head(ensemble=replace(ensemble, weights=weights, llm_thresholds=llm_thresholds))
+    return changed.with_head(
+        expert_weights=tuple(factor * weight for weight in head.expert_weights),
+        thresholds=rescale(head.thresholds),
+        llm_thresholds=rescale(head.llm_thresholds),
+    )
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:

@@ -77,8 +77,8 @@ def digest(injection: "Injection") -> str:
     tensors = [injection.context, injection.coefficients]
     # Optional parts are appended only if present, so that digests of other injections do not change.
     if injection.ensemble is not None:
-        settings.append(injection.ensemble.description())
-        tensors += [tensor for expert in injection.ensemble.experts for tensor in expert.tensors().values()]
+        settings.append(injection.ensemble)
+        tensors += [tensor for expert in injection.head.experts for tensor in expert.tensors().values()]
     elif injection.temperature != 1:
         settings.append(injection.temperature)
     if injection.head.thresholds is not None:

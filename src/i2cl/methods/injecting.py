@@ -160,7 +160,7 @@ def injection_predictor(
     cost += injection_cost(injection)
     scorer = replace(injection.scorer(decoder, scoring), task=task)
     predictor = PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)
-    head = replace(injection.head, temperature=1.0, ensemble=None)
+    head = injection.with_head(temperature=1.0).llm_alone().head
     if head.bias is None:
         return predictor
     return PostProcessedPredictor(predictor, lambda scores, _: head.log_probs(scores), cost)

@@ -25,8 +25,8 @@ def fit_body(task, **more):
 
 def fit_injection(service, task):
     config = EnsembleConfig(encoder="words")
-    ensemble = fit_ensemble(config, WeightPrior(0.5, 0.5), task, task.sample(2, 0), "cpu")
-    return make_injection(service.decoder, 0).with_head(ensemble=ensemble)
+    plain = make_injection(service.decoder, 0)
+    return fit_ensemble(plain, config, WeightPrior(0.5, 0.5), task.sample(2, 0), "cpu")
 
 
 def answers(client, name):
@@ -42,8 +42,8 @@ def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, wor
     job = client.post("/v1/tasks", json=fit_body(task, **options)).json()
     until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
     injection = service.tasks.injection(service.tasks.entry("both").digest)
-    assert client.get("/v1/tasks/both").json()["ensemble"] == injection.ensemble.description()
-    assert injection.ensemble.embeddings.encoder == "words"
+    assert client.get("/v1/tasks/both").json()["ensemble"] == injection.ensemble
+    assert injection.head.embeddings.encoder == "words"
     assert "ensemble" in injection.evaluation["methods"]
     service.tasks.put("plain", make_injection(service.decoder, 0))
     expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()

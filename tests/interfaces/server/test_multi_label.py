@@ -22,7 +22,7 @@ TASK = Task(
 def injection(request, service):
     config = EnsembleConfig(experts=request.param)
     made = anchor(service.decoder, TASK, ROWS, AnchoredConfig(steps=1))
-    made = made.with_head(ensemble=fit_ensemble(config, WeightPrior(0.4, 0.2), TASK, ROWS, "cpu"))
+    made = fit_ensemble(made, config, WeightPrior(0.4, 0.2), ROWS, "cpu")
     service.tasks.put("mixed", made)
     return made
 

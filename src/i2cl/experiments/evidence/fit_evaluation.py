@@ -7,7 +7,7 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -359,7 +359,7 @@ def evaluate_fit(
     def run(fit: Callable[[Method], Fitted], other: Method) -> Run:
         return measure(decoder, task, fit(other), plan.rows, observer.scored, shared)
 
-    experts = injection.ensemble.names[1:] if injection.ensemble else ()
+    experts = injection.head.members[1:]
     members = [evaluated.full_name, *(texts[name].full_name for name in experts)]
     calls = {other.full_name: partial(run, fit, other) for other, fit in fits.items()}
     runs, not_run = run_all(calls, {"zero_shot", *members}, observer)
@@ -488,10 +488,9 @@ def with_weights(
     """Fit the weights to all rows: the temperature of the LLM alone, and those of the ensemble."""
     (alone,) = likely_weights(log_probs[:1], gold, priors[:1])
     injection = injection.with_head(temperature=1 / alone)
-    if injection.ensemble is None:
+    if not injection.head.experts:
         return injection
-    weights = likely_weights(log_probs, gold, priors)
-    return injection.with_head(ensemble=replace(injection.ensemble, weights=weights))
+    return injection.with_head(expert_weights=likely_weights(log_probs, gold, priors))
 
 
 def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]) -> Run:

@@ -8,7 +8,7 @@ https://aclanthology.org/C00-2137), which swaps the answers of the two methods r
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -188,7 +188,7 @@ def evaluate_multi_label(
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
     fits = baselines(decoder, task, plan, request.ensemble) | {name: refitted}
-    experts = injection.ensemble.names[1:] if injection.ensemble else ()
+    experts = injection.head.members[1:]
     texts_by_expert = text_methods(request.ensemble)
     members = [name, *(texts_by_expert[expert].full_name for expert in experts)]
     runs, not_run = run_all(
@@ -260,11 +260,10 @@ def _with_thresholds(
         log_probs = pool_log_probs(pairs[: len(weights)], weights)
         return choose_thresholds(np.exp(log_probs[:, 1]).reshape(gold.shape), gold)
 
-    alone, ensemble = choose([1 / injection.temperature]), injection.ensemble
-    if ensemble is None:
+    alone, weights = choose([1 / injection.temperature]), injection.head.expert_weights
+    if not weights:
         return injection.with_head(thresholds=alone)
-    ensemble = replace(ensemble, llm_thresholds=alone)
-    return injection.with_head(thresholds=choose(ensemble.weights), ensemble=ensemble)
+    return injection.with_head(thresholds=choose(weights), llm_thresholds=alone)
 
 
 def pair_log_probs(probabilities: Sequence[Probabilities]) -> Float[np.ndarray, "members pairs 2"]:

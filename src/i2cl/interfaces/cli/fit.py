@@ -336,7 +336,7 @@ def _show_fit(
 
     labels, history, count = injection.task.labels, injection.history, injection.demonstrations
     summary = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
-    experts = " and ".join(injection.ensemble.names[1:]) if injection.ensemble else ""
+    experts = " and ".join(injection.head.members[1:])
     what = f"{injection.task.name} by {method}{f' with {experts}' if experts else ''}, {count} demonstrations"
     console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
     guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(labels))
@@ -379,7 +379,7 @@ def _fit_record(
         "label_bias": injection.label_bias,
         "temperature": injection.temperature,
         "metrics": injection.metrics,
-        "ensemble": injection.ensemble.description() if injection.ensemble else None,
+        "ensemble": injection.ensemble,
         "evaluation": injection.evaluation or None,
     }
 

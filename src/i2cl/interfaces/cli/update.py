@@ -68,7 +68,7 @@ def update(
     command = fit.command_line(context)
     request = FitRequest(
         method,
-        EnsembleConfig.of(injection.ensemble),
+        EnsembleConfig.of(injection.head),
         injection.seed,
         injection.scoring,
         threshold=evaluation.threshold,

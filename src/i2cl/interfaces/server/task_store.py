@@ -195,13 +195,12 @@ class TaskStore:
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
-        ensemble, device = injection.ensemble, str(self.pool.decoder.device)
-        expert = None if ensemble is None else ensemble.embeddings
-        if ensemble is None or expert is None or absolute(expert.encoder) in self.encoders:
+        expert, device = injection.head.embeddings, str(self.pool.decoder.device)
+        if expert is None or absolute(expert.encoder) in self.encoders:
             return injection
         for name in self.encoders:
             if expert.is_of(name, device):
-                return injection.with_head(ensemble=ensemble.with_encoder(name))
+                return injection.with_encoder(name)
         self.require_encoder(expert.encoder)
         return injection
 

@@ -39,8 +39,7 @@ def require_finite_in_use(injection: Injection, decoder: Decoder) -> None:
     values.append(torch.tensor(injection.label_bias or (0.0,)).square())
     if injection.word_weights is not None:
         values.append(injection.word_weights.float().square())
-    if injection.ensemble is not None:
-        values += [expert.weights.float().square() for expert in injection.ensemble.experts]
+    values += [expert.weights.float().square() for expert in injection.head.experts]
     if not all(tensor.isfinite().all() for tensor in values):
         raise unusable_artefact()
 

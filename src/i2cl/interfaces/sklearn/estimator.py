@@ -17,7 +17,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
-from i2cl.core.experts import LLM
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
@@ -305,9 +304,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             for option, value in settings.items()
             if option in fields and value != fields[option].default
         }
-        ensemble = injection.ensemble
-        if ensemble is not None and ensemble.embeddings is not None:
-            changed["encoder"] = ensemble.embeddings.encoder
+        if injection.head.embeddings is not None:
+            changed["encoder"] = injection.head.embeddings.encoder
         template = injection.task.template
         classifier = cls(
             model if model is not None else injection.base,
@@ -319,7 +317,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             ),
             shots=state["shots"],
             method=method.name,
-            experts=[LLM] if ensemble is None else list(ensemble.names),
+            experts=list(injection.head.members),
             class_weight=changed.pop("class_weight", None),
             settings=changed or None,
             scoring=injection.scoring,

@@ -72,7 +72,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
             "label_bias": injection.label_bias,
             "temperature": injection.temperature,
             "thresholds": injection.head.thresholds,
-            "ensemble": None if injection.ensemble is None else injection.ensemble.description(),
+            "ensemble": injection.ensemble,
         }
 
     @app.put("/v1/tasks/{name:path}", summary="Upload a task folder as a tar file", openapi_extra=_TAR)
