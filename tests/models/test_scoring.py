@@ -111,7 +111,7 @@ def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, position
     asked = scorer(decoder, "sequence", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS if positions else TEXTS[:2])
-    assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
+    assert decoder.can_fork is (case not in NO_FORKS)
     once = decoder.can_fork and positions != "last"
     decoder.tokens = 0
     result = score(decoder, queries, asked.labels, edit=edit)

@@ -209,7 +209,7 @@ class CalibrationLoss:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
         """Compute the mean loss over the chosen demonstrations, in nats."""
-        likelihoods = self.likelihood(chosen, self._log_likelihoods, reserve=len(self.shared))
+        likelihoods = self._log_likelihoods(chosen)
         if self.example_weights is not None:
             likelihoods = likelihoods * self.example_weights[list(chosen)].to(likelihoods)
         return -likelihoods.mean()
@@ -220,7 +220,7 @@ class CalibrationLoss:
         return self(chosen)
 
     def _log_likelihoods(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
-        """Compute the log-probabilities of the gold labels of rows that may share a batch."""
+        """Compute the log-probabilities of the gold labels of some rows."""
         edit = AffineEdit.linear(self.values, self.coefficients.linear(), self.hook_point)
         noisy = NoisyEdit(
             at_positions(edit, self.config.positions, self.seed),

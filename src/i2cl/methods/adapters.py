@@ -56,7 +56,6 @@ class AdaptedDecoder(Decoder):
         # PEFT adds the virtual tokens to every forward pass, so a row cannot be split over several
         self.can_split = self.can_split and not context_used
         self.max_length = None if base.max_length is None else base.max_length - context_used
-        self.rope_limits = tuple(limit - context_used for limit in base.rope_limits)
 
 
 class AdapterSettings(TrainConfig):
@@ -117,8 +116,7 @@ class AdapterMethod(Method):
                 if word_weights is not None:
                     weights = word_weights.at(*weight_changes)
                     likelihood.labels = scorer.labels.with_word_weights(weights)
-                values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
-                return -values.mean()
+                return -likelihood.of_rows(chosen, likelihood.batch(chosen)).mean()
 
             parameters = [
                 parameter for parameter in adapted_decoder.model.parameters() if parameter.requires_grad

@@ -4,15 +4,10 @@ Batches are padded on the right and, except for forked rows, run without a mask:
 token never sees the tokens to its right, so padding cannot change a result, whatever the tokenizer's padding
 side. Packed batches hold all queries in one row, separated by their position ids
 (https://huggingface.co/docs/transformers/en/attention_interface).
-
-Some models choose the rotary angles of a whole batch by its longest row (longrope). Rows on two sides of such
-a limit never share a batch, and keys cached below it are not used beyond it.
 """
 
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -62,17 +57,6 @@ def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
     )
 
 
-def prepend(batch: Batch, prefix: Ids) -> Batch:
-    """Put the tokens of a prefix before each row of a padded batch."""
-    shared = torch.tensor([prefix], device=batch.input_ids.device).expand(len(batch.input_ids), -1)
-    return replace(
-        batch,
-        input_ids=torch.cat([shared, batch.input_ids], dim=1),
-        first=batch.first + len(prefix),
-        last=batch.last + len(prefix),
-    )
-
-
 def gather(
     positions: Int[Tensor, "batch positions"], packed: bool, hidden: Tensor
 ) -> Float[Tensor, "batch positions d"]:
@@ -82,38 +66,29 @@ def gather(
     return hidden[0, index] if packed else hidden.gather(1, wide)
 
 
-def rope_limits(config: Any) -> tuple[int, ...]:
-    """Return the row lengths, ascending, beyond which a model uses other rotary angles (longrope)."""
-    ropes = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
-    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in ropes}))
-
-
 def context_length(config: Any, otherwise: int) -> int | None:
     """Return a model's maximum number of tokens, or None; ``otherwise`` is the tokenizer's.
 
-    With dynamic NTK it is one token less: transformers resets the angles that a longer row changed only for
-    rows shorter than the context.
+    Within it the rotary angles of a row do not depend on other rows. Models with longrope choose those of a
+    batch by its longest row, and use others beyond ``original_max_position_embeddings``. With dynamic NTK it
+    is one token less than the context: transformers resets the angles that a longer row changed only for rows
+    shorter than the context.
     """
-    for field in ("max_position_embeddings", "max_seq_len"):
-        length = getattr(config, field, None)
-        if isinstance(length, int) and length > 0:
-            dynamic = any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
-            return length - 1 if dynamic else length
-    return otherwise if otherwise < 10**9 else None
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary-embedding parameters of a config, of each layer type if they differ."""
     ropes = getattr(config, "rope_parameters", None) or {}
-    return [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
-
-
-def group_by_rope_limit(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-    """Group the indices of rows with the same rotary angles, which may share a batch; shortest rows first."""
-    groups = defaultdict(list)
-    for row, length in enumerate(lengths):
-        groups[bisect_left(limits, length)].append(row)
-    return [groups[group] for group in sorted(groups)]
+    ropes = [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
+    kinds = [str(one.get("rope_type")) for one in ropes]
+    limits = [
+        int(one["original_max_position_embeddings"])
+        for one, kind in zip(ropes, kinds, strict=True)
+        if kind == "longrope"
+    ]
+    lengths = [getattr(config, field, None) for field in ("max_position_embeddings", "max_seq_len")]
+    length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    if length is not None:
+        limits.append(length - any("dynamic" in kind for kind in kinds))
+    elif otherwise < 10**9:
+        limits.append(otherwise)
+    return min(limits, default=None)
 
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:

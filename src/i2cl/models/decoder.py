@@ -77,7 +77,6 @@ class Decoder:
         token_budget: maximum number of padded tokens in a batch. After an out-of-memory error, batches are
             temporarily smaller (`i2cl.models.memory.BatchLimit`); this number does not change.
         max_length: context length in tokens, or None if the model has no limit.
-        rope_limits: lengths beyond which rotary embeddings use other frequencies; see `i2cl.models.batching`.
         can_split: whether a row can run in parts, using the cached keys and values of earlier parts.
     """
 
@@ -106,7 +105,6 @@ class Decoder:
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
         self.encoder = PromptEncoder.of(tokenizer)
         self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
-        self.rope_limits = batching.rope_limits(model.config.get_text_config())
         self.can_split = holds_keys_alone(model.config)
 
     @classmethod
@@ -221,7 +219,7 @@ class Decoder:
         config = self.model.config
         takes_masks = getattr(config, "_attn_implementation", None) in {None, "eager", "sdpa"}
         supported = self.architecture == ARCHITECTURES.get(self.architecture.model_type)
-        return supported and takes_masks and self.can_split and not (self.rope_limits or uses_alibi(config))
+        return supported and takes_masks and self.can_split and not uses_alibi(config)
 
     def hook_points(self, kind: AnyHookPoint) -> list[tuple[int, int, torch.nn.Module]]:
         """Return (layer, index, module) of every module of a kind."""
@@ -254,21 +252,19 @@ class Decoder:
             at: indices in each query's row of the tokens whose next token is predicted; the LM head runs on
                 these only. Default: the last token of each query.
             edit: edit of the activations.
-            prefix: cached tokens before every query. If the batch is so long that rotary frequencies change
-                (longrope), they are computed again with every row. Not for a packed batch, whose queries
-                would attend to each other.
+            prefix: cached tokens before every query. Not for a packed batch, whose queries would attend to
+                each other.
             replay: cached output of the lower blocks.
 
         Raises:
-            I2CLError: as `_can_reuse`.
+            I2CLError: if tokens were removed from the prefix, and a sliding window, which counts cached keys,
+                is too short.
         """
         self.pause()
         positions = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        if prefix is not None and not self._can_reuse(prefix, batch.input_ids.shape[1]):
-            batch, positions = batching.prepend(batch, prefix.ids), positions + len(prefix.ids)
-            prefix = None
         arguments: dict[str, Any] = {"use_cache": False}
         if prefix is not None:
+            self._require_window(prefix, batch.input_ids.shape[1])
             arguments = prefix.arguments(batch.input_ids)
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
@@ -298,27 +294,12 @@ class Decoder:
         slow = self.device.type == "cpu" and self.model.dtype.itemsize == 2 and torch.is_grad_enabled()
         return _plain_attention() if slow and width <= MAX_PLAIN_ATTENTION else nullcontext()
 
-    def _can_reuse(self, prefix: Prefix, width: int) -> bool:
-        """Return whether a prefix's keys are valid before ``width`` more tokens.
-
-        Raises:
-            I2CLError: if they are not and the prefix cannot be recomputed, because tokens were removed from
-                its cache or it was made from vectors; or if tokens were removed and a sliding window, which
-                counts cached keys, is too short.
-        """
-        tokens, reason = prefix.length + width, ""
-        same_frequencies = len(batching.group_by_rope_limit([prefix.length, tokens], self.rope_limits)) == 1
+    def _require_window(self, prefix: Prefix, width: int) -> None:
+        """Raise I2CLError if a pruned prefix and ``width`` more tokens exceed a sliding window."""
+        tokens = prefix.length + width
         if prefix.is_pruned and self.window is not None and tokens > self.window:
-            reason = f"some layers attend to only {self.window}"
-        elif not same_frequencies and (prefix.is_pruned or not prefix.ids):
-            limits = " or ".join(map(str, self.rope_limits))
-            reason = f"this model's rotary embedding (longrope) changes beyond {limits}"
-        if reason:
-            raise I2CLError(
-                f"demonstrations and query are {tokens} tokens, but {reason}, and this cache cannot be "
-                "recomputed: use fewer or shorter demonstrations"
-            )
-        return same_frequencies
+            problem = f"are {tokens} tokens, but some layers attend to only {self.window}"
+            raise I2CLError(f"demonstrations and query {problem}: use fewer or shorter demonstrations")
 
     def capture(
         self,
@@ -439,14 +420,9 @@ class Decoder:
         ``row_bytes``: see `run_batches`; None for batches without gradients.
         """
         room = max(budget, CPU_KEY_BUDGET if self.device.type == "cpu" else GPU_KEY_BUDGET)
-        groups = reversed(
-            batching.group_by_rope_limit([length + reserve for length in lengths], self.rope_limits)
-        )
-        # number of rows, from each row on, with the same rotary frequencies
-        remaining = (count for group in groups for count in range(len(group), 0, -1))
         max_rows = []
-        for length, count in zip(lengths, remaining, strict=True):
-            rows = min(budget // length, room // (length + reserve), count)
+        for length in lengths:
+            rows = min(budget // length, room // (length + reserve))
             if row_bytes is not None:
                 rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
             max_rows.append(max(1, rows))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, Ids, group_by_rope_limit
+from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
@@ -94,22 +94,6 @@ class LabelLikelihood:
         self.targets = [labels.target(right) for right in gold]
         self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(queries, self.targets, strict=True)]
 
-    def __call__(
-        self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0
-    ) -> Float[Tensor, " chosen"]:
-        """Return the log-probabilities of some queries, in nats.
-
-        Args:
-            chosen: indices of the queries.
-            run: computes the log-probabilities of queries that may share a batch.
-            reserve: cached tokens in front of every query.
-        """
-        parts = group_by_rope_limit([reserve + self.lengths[row] for row in chosen], self.decoder.rope_limits)
-        values = torch.cat([run([chosen[place] for place in part]) for part in parts])
-        self.decoder.pause()
-        order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()
-        return values[order]
-
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
         """Make a batch of some queries with their targets; see `labelled_batch`."""
         queries, targets = ([each[row] for row in rows] for each in (self.queries, self.targets))
@@ -121,9 +105,12 @@ class LabelLikelihood:
         """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""
         if self.among_labels:
             gold = [self.gold[row] for row in rows]
-            return gold_log_probs(self.decoder, batch, self.labels, gold, edit, prefix)
-        targets = [self.targets[row] for row in rows]
-        return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
+            values = gold_log_probs(self.decoder, batch, self.labels, gold, edit, prefix)
+        else:
+            targets = [self.targets[row] for row in rows]
+            values = sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
+        self.decoder.pause()  # before the backward pass
+        return values
 
 
 def train(
