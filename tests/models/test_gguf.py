@@ -285,13 +285,6 @@ def test_tensors_that_transformers_ignores_are_refused(tmp_path, extra):
     assert f"does not read all of {str(path)!r} ({next(iter(extra))})" in refused(path)
 
 
-def test_tied_head_stays_tied(tmp_path):
-    model = tiny_model("llama", tie_word_embeddings=True)
-    result, _ = load_model_and_tokenizer(str(written(tmp_path / "tied.gguf", model)), device="cpu")
-    assert result.lm_head.weight is result.model.embed_tokens.weight
-    assert torch.equal(result.lm_head.weight, model.lm_head.weight)
-
-
 def test_missing_file_is_refused(tmp_path):
     assert "no GGUF file 'none.gguf'" in refused("none.gguf")
     (tmp_path / "folder.gguf").mkdir()

@@ -50,11 +50,6 @@ def test_no_label_is_a_prefix_of_another(case, seed):
     assert result.exp().sum() <= 1 + 1e-5  # different answers exclude each other
 
 
-def test_labels_that_are_no_prefix_are_unchanged():
-    result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "sequence")
-    assert result.sequences == tuple(map(encode, LABELS))
-
-
 def test_labels_end_with_eos_if_the_separator_merges():
     decoder = made("llama")
     template = Template("Review: {text}\nSentiment:{label}", separator="n")

@@ -77,9 +77,3 @@ def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attent
         ]
     alone = torch.tensor(rows, dtype=torch.float32)
     torch.testing.assert_close(asked.scores(texts), alone, rtol=0.02, atol=0.05)
-
-
-def test_check_names_the_precision_that_overflows(tmp_path, refused):
-    folder = tiny_folder(tmp_path / "model")
-    overflowing(torch.float32).model.save_pretrained(folder)
-    assert "overflow in float16: reload it" in refused("check", folder, "--dtype", "float16")

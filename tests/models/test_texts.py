@@ -23,12 +23,6 @@ def test_many_invalid_texts_are_counted():
         require_texts([""] * 12)
 
 
-@pytest.mark.parametrize("text", ["\u200b", "\ufeff", "\u2060", " \u00a0\t", "\u200e"], ids=ascii)
-def test_text_of_invisible_characters_is_empty(text):
-    with pytest.raises(TextError, match="is empty"):
-        require_texts([text])
-
-
 @pytest.mark.parametrize("text", ["\U0001f600", "a\u200b", "\u3042", "."], ids=ascii)
 def test_text_with_a_visible_character_is_valid(text):
     require_texts([text])

@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import io
-import json
 import lzma
 import sys
 import zipfile
@@ -72,12 +71,6 @@ def test_task_name_omits_both_suffixes(tmp_path):
     assert load_task(path, template="{text}: {label}").name == "mails"
 
 
-def test_compressed_json_lines_are_read(tmp_path):
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in COLUMNS["text"]).encode()
-    path = write(tmp_path, "a.jsonl.xz", lzma.compress(lines))
-    assert [query.text for query in read_queries(str(path))] == COLUMNS["text"]
-
-
 def test_errors_name_rows_of_a_compressed_file(tmp_path):
     path = write(tmp_path, "a.csv.gz", gzip.compress(b"text,label\nx,good\n,bad\n"))
     assert f"{path} row 3: the text is empty" in failure(path)
@@ -121,18 +114,6 @@ def test_control_characters_are_not_windows_1252(tmp_path):
 
 
 ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
-
-
-def test_json_records_are_read(tmp_path):
-    path = write(tmp_path, "a.json", json.dumps(ROWS).encode())
-    assert read_labelled(path)[0] == EXPECTED
-    message = failure(path, text_column="body")
-    assert "no text column 'body', the columns are text, label" in message
-
-
-def test_unsupported_json_is_refused(tmp_path):
-    path = write(tmp_path, "a.json", b'{"text": {"0": "fine"}}')
-    assert f"{path} contains a JSON dict: write a list of objects (pandas: to_json(orient=" in failure(path)
 
 
 def test_parquet_columns_are_kept(tmp_path):

@@ -112,10 +112,6 @@ def test_label_out_of_range_names_the_row(label):
     one_line(message, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
 
 
-def test_zero_shots_are_refused():
-    one_line("0 shots", task, shots=0)
-
-
 def test_to_dict_round_trips_through_json():
     some = task(title="Colours", description="What colour?", group="paper", shots=2)
     back = Task.from_dict(json.loads(json.dumps(some.to_dict())))

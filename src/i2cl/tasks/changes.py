@@ -7,7 +7,7 @@ from typing import Any
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks.rows import read_labelled
-from i2cl.tasks.task import Example, Task
+from i2cl.tasks.task import Task
 
 
 def rename_labels(task: Task, names: Mapping[str, str]) -> Task:
@@ -25,12 +25,14 @@ def remove_labels(task: Task, words: Collection[str]) -> Task:
     _require_known(task, words)
     kept = [label for label, word in enumerate(task.labels) if word not in words]
     place = {label: index for index, label in enumerate(kept)}
-    rows = [
-        row if row.labels is None else replace(row, labels=tuple(one for one in row.labels if one in place))
-        for row in task.train
-    ]
-    rows = [row for row in rows if row.labels is not None or row.label in place]
-    return replace(task, labels=tuple(task.labels[label] for label in kept), train=_renumbered(rows, place))
+    rows = []
+    for row in task.train:
+        ids = tuple(place[label] for label in row.ids if label in place)
+        if task.multi_label:
+            rows.append(replace(row, labels=ids))
+        elif ids:
+            rows.append(replace(row, label=ids[0]))
+    return replace(task, labels=tuple(task.labels[label] for label in kept), train=tuple(rows))
 
 
 def add_rows(task: Task, path: Path, **columns: Any) -> Task:
@@ -55,16 +57,6 @@ def add_rows(task: Task, path: Path, **columns: Any) -> Task:
     texts = {row.text for row in rows}
     before = tuple(row for row in task.train if row.text not in texts)
     return replace(task, labels=lookup.labels, train=(*before, *rows))
-
-
-def _renumbered(rows: Collection[Example], place: Mapping[int, int]) -> tuple[Example, ...]:
-    """Return rows with new class ids."""
-    return tuple(
-        replace(row, label=place[row.label])
-        if row.labels is None
-        else replace(row, labels=tuple(place[one] for one in row.labels))
-        for row in rows
-    )
 
 
 def _require_known(task: Task, words: Collection[str]) -> None:
