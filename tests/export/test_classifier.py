@@ -258,25 +258,13 @@ def test_the_classifier_runs_without_this_package_from_a_folder_and_by_its_hub_i
 
 
 def trainer_of(folder, **options):
-    """A Trainer of the classifier and a data set of `TEXTS`."""
+    """A Trainer of the classifier."""
     pytest.importorskip("accelerate", reason="accelerate is an extra")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [{**tokenizer(text), "labels": row % 2} for row, text in enumerate(TEXTS)]
     arguments = TrainingArguments(str(folder / "trained"), use_cpu=True, report_to=[], **options)
-    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer), rows
-
-
-def test_trainer_predicts_and_evaluates_the_classifier(tmp_path):
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    exported(decoder, injection, tmp_path / "out")
-    trainer, rows = trainer_of(tmp_path / "out", per_device_eval_batch_size=4)
-    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
-    found = torch.tensor(trainer.predict(rows).predictions).softmax(-1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    loss = torch.nn.functional.nll_loss(expected.log(), torch.tensor([row["labels"] for row in rows]))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-3)
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("label_bias", [None, (1.5, -0.25)], ids=["plain", "label prior"])
@@ -285,7 +273,7 @@ def test_trainer_trains_the_classifier_further(label_bias, tmp_path):
     injection = injection_for(decoder).with_head(bias=label_bias)
     exported(decoder, injection, tmp_path / "out")
     options = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-4}
-    trainer, _ = trainer_of(tmp_path / "out", **options)
+    trainer = trainer_of(tmp_path / "out", **options)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before

@@ -75,16 +75,6 @@ def test_lm_head_runs_only_at_the_chosen_positions(decoder):
 # Capture
 
 
-@pytest.mark.parametrize("hook_point", ["sublayers", "hidden"])
-@pytest.mark.parametrize("case", FAMILIES)
-def test_captured_states_match_those_of_single_rows(case, hook_point):
-    decoder = decoder_of(case)
-    result = decoder.capture(BATCH, torch.tensor([1, 0, 4]), hook_point=hook_point)
-    for row, (ids, place) in enumerate(zip(ROWS, (1, 0, 4), strict=True)):
-        alone = decoder.capture(make_batch([ids[: place + 1]], CPU), hook_point=hook_point)
-        assert close(result[row], alone[0])
-
-
 def test_capture_is_float32_on_the_cpu():
     result = decoder_of("llama", torch.bfloat16).capture(BATCH)
     assert (result.dtype, result.device, result.requires_grad) == (torch.float32, CPU, False)
