@@ -24,7 +24,7 @@ from fitting import (
     shown_string,
 )
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
-from i2cl.core.recipe import RECIPES
+from i2cl.core.recipe import RECIPES, ExtractConfig
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.i2cl_variants import noise_like
 from i2cl.methods.postprocessing import Product, Wrapper
