@@ -32,7 +32,6 @@ class Runner(Decoder):
     """A decoder without a model, to inspect its batches."""
 
     device = CPU
-    rope_limits = ()
     layers, d_model = 2, 8
     training_memory = 10**9
 
