@@ -1,7 +1,5 @@
 """Anchored calibration by Gauss-Newton against independent minimizers and finite differences."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from scipy import optimize
@@ -9,15 +7,8 @@ from scipy import optimize
 from fitting import made, one_line
 from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import gauss_newton
-from i2cl.core.anchored import AnchoredConfig, anchor, anchor_folds
-from i2cl.core.gauss_newton import (
-    Step,
-    gauss_newton_step,
-    kernel_matrix,
-    solve_kernel_regression,
-    step_without,
-    summed_loss,
-)
+from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
 from i2cl.core.objective import Objective, score_differences, score_directions, score_variance
 from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
@@ -167,57 +158,14 @@ def test_a_step_that_gains_less_than_predicted_is_damped():
         prior = tau / 2 * step.parameters.double().square().sum().item()
         return (at.objective - step.objective) / (at.objective - summed_loss(straight) - prior)
 
-    kernel = kernel_matrix(point.jacobian)
-    any_gain = gauss_newton_step(fit, point, kernel, at, tau, 0.0)
+    any_gain = gauss_newton_step(fit, point, at, tau, 0.0)
     assert any_gain.objective == pytest.approx(objective(fit, any_gain.parameters, tau))
     assert any_gain.objective < at.objective
     assert 0 < share(any_gain) < 1
     trust = (1 + share(any_gain)) / 2
-    damped = gauss_newton_step(fit, point, kernel, at, tau, trust)
+    damped = gauss_newton_step(fit, point, at, tau, trust)
     assert damped.damping > any_gain.damping
     assert share(damped) > trust
-
-
-def test_a_step_without_some_rows_minimizes_their_linearized_loss():
-    """The gradient of loss, prior and proximal term over the other rows is 0."""
-    fit, point, tau = started(made("llama"), task(), AnchoredConfig(prior_std=3.0))
-    generator = torch.Generator().manual_seed(0)
-    center, start = 0.1 * torch.randn(2, fit.unit.numel(), generator=generator)
-    kept, damping = torch.tensor([True, False, True, True]), 8.0
-    kernel = kernel_matrix(point.jacobian)
-    moved = step_without(kept, point, kernel, center, start, tau, damping)
-    jacobian = point.jacobian[kept.repeat_interleave(2)]
-    differences = point.differences[kept] + (jacobian @ (moved - center)).double().view(3, 2)
-    chances = torch.nn.functional.pad(differences, (1, 0)).softmax(-1)[:, 1:].flatten().float()
-    gradient = jacobian.T @ chances + tau * (moved + (damping - 1) * (moved - start))
-    assert gradient.norm() < 1e-3 * (tau * moved).norm()
-    every = step_without(torch.ones(4, dtype=torch.bool), point, kernel, center, start, tau, damping)
-    assert not torch.allclose(every, moved)
-
-
-@SCORINGS
-def test_approximate_fits_without_a_fold_are_close_to_refits(words):
-    """On the rows of their fold, they are closer to the refits than the fit to all rows is."""
-    decoder = made("llama")
-    texts = ("a warm film", "kind and funny", "a good time", "dull", "so very dull", "no fun at all")
-    rows = [Example(text, number // 3) for number, text in enumerate(texts)]
-    both = replace(task(words), labels=task(words).labels[:2])
-    config = AnchoredConfig(prior_std=1.0, say_label=False)  # a narrow prior: nearly a linear problem
-    folds = [[0, 3], [1, 4], [2, 5]]
-    whole, without = anchor_folds(decoder, both, rows, folds, config)
-    torch.testing.assert_close(whole.context, anchor(decoder, both, rows, config).context)
-    distances = []
-    for fold, approximate in zip(folds, without, strict=True):
-        rest = [row for number, row in enumerate(rows) if number not in fold]
-        assert approximate.demonstrations == len(rest)
-        scored = [rows[number].text for number in fold]
-        refit = anchor(decoder, both, rest, config, scoring=whole.scoring).log_probs(decoder, scored)
-        distances.append(
-            [(one.log_probs(decoder, scored) - refit).abs().mean() for one in (approximate, whole)]
-        )
-    near, far = torch.tensor(distances).mean(0)
-    assert near < far / 2
-    assert anchor_folds(decoder, both, rows, folds, AnchoredConfig(solver="adamw"))[1] == ()
 
 
 def test_history_falls_and_is_the_loss_among_labels():

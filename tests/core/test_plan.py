@@ -10,9 +10,9 @@ from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anc
 from i2cl.core import anchored, plan
 from i2cl.core.objective import Linearization, Objective
 from i2cl.core.plan import FitSize, plan_fit
+from i2cl.experiments.evidence.fit_evaluation import refitting
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
-from i2cl.methods.injecting import fit_with_refits
 from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import LabelScorer
 
@@ -98,13 +98,13 @@ def test_a_refit_uses_the_solver_and_scoring_of_the_fit(few_steps, monkeypatch):
     decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
     with monkeypatch.context() as patch:
         patch.setattr(plan, "MAX_WORD_KERNEL_PAIRS", 1)
-        _, refit = fit_with_refits(method, decoder, SHARED, SHOWN[:2], [[0], [1]])
+        fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
     assert method.fit_injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
-    again = refit(SHOWN[:2])
+    again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
     assert (again.settings["solved_by"], again.scoring) == ("adamw", "words")
     i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
-    _, refit = fit_with_refits(i2cl, decoder, LETTERS, SHOWN, [[0], [1]])
-    assert refit(SHOWN[1:]).scoring == "auto"
+    fit = i2cl.fit_injection(decoder, LETTERS, SHOWN)
+    assert refitting(i2cl, fit)(decoder, LETTERS, SHOWN).scoring == "auto"
 
 
 def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):

@@ -29,8 +29,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     plan_evaluation,
     sample_rows,
 )
-from i2cl.experiments.fitting import fit_task
-from i2cl.injections.ensemble import EnsembleConfig, cross_fitted, likely_weights
+from i2cl.injections.ensemble import cross_fitted, likely_weights
 from i2cl.methods.ensemble import llm_prior
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
@@ -219,19 +218,6 @@ def cross_validated(decoder, task, shown, **more):
     plan = plan_evaluation(replace(task, test=()), shown)
     make = partial(method.fit_injection, decoder, task, seed=0)
     return plan, evaluated(injection, decoder, task, shown, plan, method=method, refit=make, **more)
-
-
-def test_small_fits_are_cross_validated_without_refits(decoder, task, monkeypatch):
-    (method,) = make_methods(["anchored"], {"steps": 2})
-    shown = task.sample(4, 0)
-    plan = plan_evaluation(replace(task, test=(), train=shown), shown)
-    request = FitRequest(method, EnsembleConfig(experts=("llm",)))
-    monkeypatch.setattr(type(method), "fit_injection", Mock(side_effect=AssertionError("it fits again")))
-    evaluation = fit_task(decoder, task, shown, request, plan).evaluation
-    assert (evaluation["split"], evaluation["rows"]) == ("demonstrations", len(shown))
-    (other,) = make_methods(["anchored"], {"solver": "adamw"})
-    with pytest.raises(AssertionError, match="it fits again"):
-        fit_task(decoder, task, shown, replace(request, method=other), plan)
 
 
 def test_cross_validation_counts_copies_of_a_text_once(decoder, task):

@@ -24,14 +24,11 @@ label: see `i2cl.core.multi_label`.
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import torch
-from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from i2cl.core.adamw import fit_adamw
 from i2cl.core.context import require_demonstrations
@@ -117,73 +114,41 @@ def anchor(
             ``scoring="sequence"``, on a decoder whose blocks do not simply add their sublayers' outputs, or
             on scores that are not finite.
     """
-    return anchor_folds(
-        decoder, task, demonstrations, (), config, seed=seed, scoring=scoring, progress=progress
-    )[0]
-
-
-def anchor_folds(
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Examples,
-    folds: Sequence[Sequence[int]],
-    config: AnchoredConfig | None = None,
-    *,
-    seed: int = 0,
-    scoring: Scoring = "auto",
-    progress: StepProgress | None = None,
-) -> tuple[Injection, tuple[Injection, ...]]:
-    """Fit an injection as `anchor`, and approximate the fits that leave out one fold of the demonstrations.
-
-    The approximate fits need no further pass through the model (`i2cl.core.gauss_newton`), and share the
-    vector of the label mass. ``folds`` are numbers of demonstrations; the other arguments are those of
-    `anchor`.
-
-    Returns:
-        The injection, and one without each fold; none of these if AdamW solves the fit.
-    """
     config = config or AnchoredConfig()
     objective = _objective(decoder, task, demonstrations, config, scoring)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
-    solution = _solve(objective, plan, config, folds, seed, progress)
+    solution = _solve(objective, plan, config, seed, progress)
     parameters = solution.parameters
     moved = bool(parameters.any())
     if not moved and config.steps and config.prior_std:
         message = "the fit did not lower the loss of the examples and yields the plain model: lower prior_std"
         warnings.warn(message, UserWarning, stacklevel=2)
+    vectors = objective.vectors(parameters)
+    weights = objective.word_weights(parameters) if moved else None
     settings = config.model_dump(mode="json", exclude_none=True)
     settings |= {"method": "anchored", "solved_by": plan.solver, "tau": solution.tau}
-    label_mass = torch.zeros(decoder.d_model)
     if config.say_label and objective.has_last_vector and moved and not task.multi_label:
         labels = objective.labels(parameters)
         raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
-        label_mass = raised.vector / decoder.sublayer_scale
+        vectors[-1, -1] += raised.vector / decoder.sublayer_scale
         settings["label_mass"] = [raised.before, raised.after]
-    head = LabelHead(objective.scorer.scoring)
+    head = LabelHead(objective.scorer.scoring, weights)
     if isinstance(objective, MultiLabelObjective):
         thresholds = (DEFAULT_THRESHOLD,) * len(task.labels)
         head = replace(head, bias=tuple(objective.bias.tolist()), thresholds=thresholds)
-
-    def injection(at: Float[Tensor, " parameters"], examples: int) -> Injection:
-        vectors = objective.vectors(at)
-        vectors[-1, -1] += label_mass
-        return Injection(
-            context=vectors,
-            coefficients=torch.ones(*vectors.shape[:2], 2),
-            task=task.without_data(),
-            base=decoder.base,
-            head=replace(head, word_weights=objective.word_weights(at) if at.any() else None),
-            report=Report(settings, solution.history),
-            seed=seed,
-            extraction=ExtractConfig(sublayers=config.sublayers),
-            demonstrations=examples,
-        )
-
-    fitted = injection(parameters, len(demonstrations))
-    pairs = zip(solution.without, folds, strict=False)  # AdamW has no solutions without a fold
-    return fitted, tuple(injection(one, len(demonstrations) - len(fold)) for one, fold in pairs)
+    return Injection(
+        context=vectors,
+        coefficients=torch.ones(*vectors.shape[:2], 2),
+        task=task.without_data(),
+        base=decoder.base,
+        head=head,
+        report=Report(settings, solution.history),
+        seed=seed,
+        extraction=ExtractConfig(sublayers=config.sublayers),
+        demonstrations=len(demonstrations),
+    )
 
 
 def _objective(
@@ -207,7 +172,6 @@ def _solve(
     objective: Objective,
     plan: FitPlan,
     config: AnchoredConfig,
-    folds: Sequence[Sequence[int]],
     seed: int,
     progress: StepProgress | None,
 ) -> Solution:
@@ -221,7 +185,6 @@ def _solve(
             tolerance=config.tolerance,
             trust=config.trust,
             settled=config.settled,
-            folds=folds,
             progress=progress,
         )
 

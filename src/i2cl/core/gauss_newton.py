@@ -5,18 +5,13 @@ demonstrations and one backward pass for every wrong label. The linearized probl
 the model's tangent kernel J J' (https://arxiv.org/abs/2210.05643), which has one row for every pair of a
 demonstration and a wrong label, however wide the model is. It is solved to its optimum, with a proximal term
 that grows where the step does not lower the true loss as predicted (Levenberg-Marquardt).
-
-For a cross-validation, fits that leave out some demonstrations are followed along the way without a further
-pass through the model: each of them takes the same steps on its own rows of the kernel, with the derivatives
-and the damping of the fit to all demonstrations. How close they come: docs/ablations.md.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -46,7 +41,6 @@ def fit_gauss_newton(
     tolerance: float = 0.02,
     trust: float = 0.25,
     settled: float = 0.1,
-    folds: Sequence[Sequence[int]] = (),
     progress: StepProgress | None = None,
 ) -> Solution:
     """Minimize the objective in a few damped Gauss-Newton steps.
@@ -58,8 +52,6 @@ def fit_gauss_newton(
         tolerance: relative gain of an undamped step below which the solver stops.
         trust: share of the predicted gain that a step must achieve to be accepted.
         settled: loss in nats below which a demonstration is no longer differentiated, from the third step on.
-        folds: numbers of demonstrations to leave out; `Solution.without` has an approximate solution without
-            each fold.
         progress: called after each step.
 
     Raises:
@@ -69,8 +61,7 @@ def fit_gauss_newton(
     loss = objective.mean_loss(scores)
     tau = variance / prior_std**2 if prior_std > 0 else math.inf
     at = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
-    history, without = [loss], [at.parameters] * len(folds)
-    kept = [_rows_without(fold, len(objective.queries), len(point.differences)) for fold in folds]
+    history = [loss]
     steps = steps if 0 < tau < math.inf else 0
     for number in range(steps):
         damping, max_damping = 1.0, MAX_DAMPING
@@ -80,14 +71,9 @@ def fit_gauss_newton(
             )
             point = objective.relinearize(point, at.parameters, at.scores, chosen)
             damping, max_damping = DAMPING, MAX_DAMPING if chosen else DAMPING
-        kernel = kernel_matrix(point.jacobian)
-        accepted = gauss_newton_step(objective, point, kernel, at, tau, trust, damping, max_damping)
+        accepted = gauss_newton_step(objective, point, at, tau, trust, damping, max_damping)
         if accepted is None:
             break
-        without = [
-            step_without(rows, point, kernel, at.parameters, own, tau, accepted.damping)
-            for rows, own in zip(kept, without, strict=True)
-        ]
         gain = (at.objective - accepted.objective) / at.objective
         at = accepted
         history.append(at.loss)
@@ -95,13 +81,12 @@ def fit_gauss_newton(
             progress(number + 1, steps, at.loss)
         if gain * at.damping < tolerance:  # a step damped by d gains about 1 / d of an undamped one
             break
-    return Solution(at.parameters, tau if math.isfinite(tau) else None, tuple(history), tuple(without))
+    return Solution(at.parameters, tau if math.isfinite(tau) else None, tuple(history))
 
 
 def gauss_newton_step(
     objective: Objective,
     point: Linearization,
-    kernel: Float[Tensor, "n_pairs n_pairs"],
     at: Step,
     tau: float,
     trust: float,
@@ -115,9 +100,13 @@ def gauss_newton_step(
     """
     start = at.parameters
     directional = (point.jacobian @ start).double().view_as(point.differences)
+    kernel = kernel_matrix(point.jacobian)
     while damping <= max_damping:
-        dual = solve_damped(point.differences, directional, kernel, tau, damping, point.example_weights)
-        moved = (1 - 1 / damping) * start + point.jacobian.T @ dual.float()
+        # prior and proximal term add up to a quadratic with center (1 - 1 / damping) * start
+        prior_share = 1 / damping
+        offset = point.differences - prior_share * directional
+        dual = solve_kernel_regression(offset, kernel, tau * damping, point.example_weights)
+        moved = (1 - prior_share) * start + point.jacobian.T @ dual.float()
         prior = tau / 2 * moved.double().square().sum().item()
         change = (point.jacobian @ (moved - start)).double()
         linearized = point.differences + change.view_as(point.differences)
@@ -130,66 +119,6 @@ def gauss_newton_step(
             return Step(moved, scores, value, damping, loss)
         damping *= DAMPING
     return None
-
-
-def step_without(
-    kept: Bool[Tensor, " n"],
-    point: Linearization,
-    kernel: Float[Tensor, "n_pairs n_pairs"],
-    center: Float[Tensor, " parameters"],
-    start: Float[Tensor, " parameters"],
-    tau: float,
-    damping: float,
-) -> Float[Tensor, " parameters"]:
-    """Take the step of a fit that leaves out some demonstrations, with the derivatives of the fit to all.
-
-    Args:
-        kept: which rows of the linearization the fit has.
-        point: the linearization of the fit to all.
-        kernel: of all pairs.
-        center: parameters of the linearization.
-        start: parameters of the fit to these rows.
-        tau: strength of the prior.
-        damping: of the fit to all.
-    """
-    pairs = kept.repeat_interleave(point.differences.shape[1])
-    directional = (point.jacobian @ start).double().view_as(point.differences)
-    change = (point.jacobian @ (start - center)).double().view_as(point.differences)
-    differences = point.differences + change
-    weights = None if point.example_weights is None else point.example_weights[kept]
-    dual = torch.zeros(len(kernel))
-    dual[pairs] = solve_damped(
-        differences[kept], directional[kept], kernel[pairs][:, pairs], tau, damping, weights
-    ).float()
-    return (1 - 1 / damping) * start + point.jacobian.T @ dual
-
-
-def solve_damped(
-    differences: Float[Tensor, "n others"],
-    directional: Float[Tensor, "n others"],
-    kernel: Float[Tensor, "n_pairs n_pairs"],
-    tau: float,
-    damping: float,
-    example_weights: Float[Tensor, " n"] | None,
-) -> Float[Tensor, " n_pairs"]:
-    """Solve the linearized problem with the prior and a proximal term.
-
-    Both add up to a quadratic around ``(1 - 1 / damping) * start``, with a strength of ``tau * damping``.
-
-    Args:
-        differences: at the start.
-        directional: the Jacobian times the start.
-        kernel: see `solve_kernel_regression`.
-        tau: strength of the prior.
-        damping: strength of prior and proximal term together, in units of the prior.
-        example_weights: see `solve_kernel_regression`.
-
-    Returns:
-        The solution minus the center, in the basis of the Jacobian's rows.
-    """
-    return solve_kernel_regression(
-        differences - directional / damping, kernel, tau * damping, example_weights
-    )
 
 
 def kernel_matrix(jacobian: Float[Tensor, "n_pairs parameters"]) -> Float[Tensor, "n_pairs n_pairs"]:
@@ -250,13 +179,6 @@ def solve_kernel_regression(
         if gain < 1e-9:
             break
     return dual
-
-
-def _rows_without(fold: Sequence[int], examples: int, rows: int) -> Bool[Tensor, " rows"]:
-    """Return which rows of a linearization belong to examples outside a fold."""
-    kept = torch.ones(examples, dtype=torch.bool)
-    kept[list(fold)] = False
-    return kept.repeat_interleave(rows // examples)
 
 
 def _with_gold(differences: Float[Tensor, "n others"]) -> Float[Tensor, "n labels"]:

@@ -41,8 +41,6 @@ class Solution(NamedTuple):
     # Mean cross-entropy in nats, without the prior. Gauss-Newton: at the start and after each step. AdamW: at
     # the start, the average of each epoch, and at the end.
     history: tuple[float, ...]
-    # parameters of a fit without each fold, if folds were given
-    without: tuple[Float[Tensor, " parameters"], ...] = ()
 
 
 class Linearization(NamedTuple):

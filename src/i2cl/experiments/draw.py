@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from random import Random
 from statistics import median_low
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from i2cl.core.anchored import fit_memory
 from i2cl.core.plan import (
@@ -55,8 +55,6 @@ class Draw:
         rows: number of training rows.
         keep_back: one row in this many was held out, 0 for none; see `up_to`.
         seconds: estimated time of the fit; None before the model is known.
-        refits: whether a cross-validation fits again for each fold, instead of sharing derivatives with this
-            fit (`i2cl.core.anchored.anchor_folds`).
         more: a larger number of shots that the user may prefer, with its number of rows and seconds.
     """
 
@@ -65,13 +63,11 @@ class Draw:
     rows: int
     keep_back: int = 0
     seconds: float | None = None
-    refits: bool = True
     more: tuple[int, int, float] | None = None
 
     def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
         """Return the same draw with an estimate of the time that the fit takes."""
-        estimate = _Speed.of(decoder, task, method).estimate(self.demonstrations)
-        return replace(self, **estimate._asdict())
+        return replace(self, seconds=_Speed.of(decoder, task, method).estimate(self.demonstrations))
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
@@ -179,7 +175,7 @@ def draw_within_budget(
     speed, largest = _Speed.of(decoder, task, method), _largest(task)
     if shots == "all":
         rows = up_to(task, largest, seed, keep_back or 0)
-        return Draw(rows, largest, len(task.train), keep_back or 0, *speed.estimate(rows))
+        return Draw(rows, largest, len(task.train), keep_back or 0, speed.estimate(rows))
     if keep_back is None:
         keep_back = KEEP_BACK if scored else 0
 
@@ -197,8 +193,7 @@ def draw_within_budget(
             if (seconds := speed.seconds(larger_draw)) < inf:
                 more = larger, len(larger_draw), seconds
             break
-    estimate = speed.estimate(demonstrations)
-    return Draw(demonstrations, count, len(task.train), keep_back, *estimate, more)
+    return Draw(demonstrations, count, len(task.train), keep_back, speed.estimate(demonstrations), more)
 
 
 def _largest(task: Task) -> int:
@@ -209,13 +204,6 @@ def _largest(task: Task) -> int:
 def _check_size(shown: Examples) -> None:
     """Raise I2CLError if there are more demonstrations or labels than anchored calibration takes."""
     check_fit_size(len(shown), len({label for row in shown for label in row.ids}))
-
-
-class _Estimate(NamedTuple):
-    """Attributes of a `Draw` that depend on the model."""
-
-    seconds: float
-    refits: bool
 
 
 @dataclass(frozen=True)
@@ -247,12 +235,12 @@ class _Speed:
     def seconds(self, shown: Examples) -> float:
         """Estimate the seconds of a fit; infinite if it does not fit into memory."""
         try:
-            return self.estimate(shown).seconds
+            return self.estimate(shown)
         except I2CLError:
             return inf
 
-    def estimate(self, shown: Examples) -> "_Estimate":
-        """Estimate the duration of a fit.
+    def estimate(self, shown: Examples) -> float:
+        """Estimate the seconds of a fit.
 
         Counts forward and backward passes; `benchmarks/estimates.py` compares with real fits. A fit may need
         fewer steps, and other work on the machine slows it down. Raises I2CLError as `plan_fit`.
@@ -262,8 +250,7 @@ class _Speed:
         decoder = self.scorer.decoder
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
-        seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
-        return _Estimate(seconds, plan.solver != "gauss_newton")
+        return plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
 
     def _plan(self, shown: Examples) -> FitPlan:
         decoder, method = self.scorer.decoder, self.method

@@ -1,7 +1,7 @@
 """Fit a task and evaluate the fit: what the command line, the server and `I2CLClassifier` share."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from i2cl.core.injection import Injection
@@ -11,15 +11,14 @@ from i2cl.experiments.evidence.fit_evaluation import (
     FitObserver,
     FitRequest,
     evaluate_fit,
+    refitting,
     typical_temperature,
 )
 from i2cl.experiments.evidence.multi_label import evaluate_multi_label
 from i2cl.injections.ensemble import fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.cross_validation import fold_rows
 from i2cl.methods.ensemble import llm_prior
-from i2cl.methods.injecting import fit_with_refits
 from i2cl.models.decoder import Decoder
 from i2cl.models.language import warn_of_language
 from i2cl.models.scoring import Progress
@@ -54,15 +53,15 @@ def fit_task(
     require_supported(task, request)
     warn_of_language(decoder, [row.text for row in demonstrations])
     started = clock()
-    folds = fold_rows(task, demonstrations, plan.folds, request.seed) if plan.folds else []
-    injection, refit = _fit(decoder, task, demonstrations, folds, request, observer)
+    injection = _fit(decoder, task, demonstrations, request, observer)
     seconds = clock() - started
     observer.fitted(injection, seconds)
     if not plan.rows:
         return injection
 
-    def with_prior(rest: Examples) -> Injection:
-        return _with_label_prior(refit(rest), decoder, request)
+    def refit(rest: Examples) -> Injection:
+        again = refitting(request.method, injection)(decoder, task, rest, request.seed, observer.refit_step)
+        return _with_label_prior(again, decoder, request)
 
     evaluate = evaluate_multi_label if task.multi_label else evaluate_fit
     return evaluate(
@@ -73,35 +72,18 @@ def fit_task(
         plan,
         request,
         seconds=seconds,
-        refit=with_prior,
+        refit=refit,
         observer=observer,
     )
 
 
 def _fit(
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Examples,
-    folds: Sequence[Sequence[int]],
-    request: FitRequest,
-    observer: FitObserver,
-) -> tuple[Injection, Callable[[Examples], Injection]]:
-    """Fit the LLM, its label prior and the text experts, at typical weights and temperature.
-
-    Returns:
-        The injection, and the refits of the LLM without its label prior (`fit_with_refits`).
-    """
+    decoder: Decoder, task: Task, demonstrations: Examples, request: FitRequest, observer: FitObserver
+) -> Injection:
+    """Fit the LLM, its label prior and the text experts, at typical weights and temperature."""
     method = request.method
-    injection, refit = fit_with_refits(
-        method,
-        decoder,
-        task,
-        demonstrations,
-        folds,
-        request.seed,
-        observer.step,
-        request.scoring,
-        observer.refit_step,
+    injection = method.fit_injection(
+        decoder, task, demonstrations, request.seed, observer.step, request.scoring
     )
     if request.unlabelled:
         observer.scoring_unlabelled(len(request.unlabelled))
@@ -115,7 +97,7 @@ def _fit(
     settings = injection.settings
     if injection.head.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
-    return injection.with_report(command=request.command, settings=settings), refit
+    return injection.with_report(command=request.command, settings=settings)
 
 
 def _with_label_prior(

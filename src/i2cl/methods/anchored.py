@@ -1,10 +1,9 @@
 """Anchored calibration as a method. Beyond the paper; see `i2cl.core.anchored`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from i2cl.core.anchored import AnchoredConfig, anchor_folds
+from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
 from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
@@ -52,28 +51,8 @@ class Anchored(Injector):
         scoring: Scoring = "auto",
     ) -> Injection:
         """Fit an injection; see `i2cl.core.anchored.anchor`."""
-        return self.fit_folds(decoder, task, demonstrations, (), seed, progress, scoring)[0]
-
-    def fit_folds(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Examples,
-        folds: Sequence[Sequence[int]],
-        seed: int = 0,
-        progress: StepProgress | None = None,
-        scoring: Scoring = "auto",
-    ) -> tuple[Injection, tuple[Injection, ...]]:
-        """Fit an injection, and approximate the fits without each fold; see `i2cl.core.anchored`."""
-        return anchor_folds(
-            decoder,
-            task,
-            demonstrations,
-            folds,
-            self.anchoring,
-            seed=seed,
-            scoring=scoring,
-            progress=progress,
+        return anchor(
+            decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
     def weighted(self, task: Task, demonstrations: Examples) -> Examples:
@@ -81,7 +60,7 @@ class Anchored(Injector):
         return apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
 
     def with_solver_of(self, injection: Injection) -> Self:
-        """Return the method with the solver that made an injection; see `Injector`.
+        """Return the method with the solver that made an injection, for refits to fewer demonstrations.
 
         Gauss-Newton need not be requested: a smaller fit uses it as well, unless memory has become scarce.
         """

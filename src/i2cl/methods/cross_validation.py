@@ -86,12 +86,6 @@ def fold_rows(
     return [sorted(rows) for rows in parts if rows]
 
 
-def without_rows(demonstrations: Sequence[Example], fold: Sequence[int]) -> tuple[Example, ...]:
-    """Return the demonstrations outside a fold."""
-    left_out = set(fold)
-    return tuple(one for row, one in enumerate(demonstrations) if row not in left_out)
-
-
 def _missing_labels_error(labels: Iterable[str]) -> I2CLError:
     names = [repr(label) for label in labels]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -165,8 +159,9 @@ def cross_validate(
     """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
+    others = [[one for one in demonstrations if fold_of.get(one.text) != fold] for fold in range(len(parts))]
     shown = {one.text for one in demonstrations}
     further = dict.fromkeys(row.text for row in rows if row.text not in shown)
     fold_of |= {text: number % len(parts) for number, text in enumerate(further)}
-    refits = [refit(without_rows(demonstrations, rows)) for rows in parts]
+    refits = [refit(tuple(rest)) for rest in others]
     return CrossValidatedPredictor(refits, fold_of, refits[0].cost if cost is None else cost)

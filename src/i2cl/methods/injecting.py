@@ -1,15 +1,12 @@
 """Methods that fit an `i2cl.Injection`, which can be stored, served and exported."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
 
 import torch
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.methods.base import Cost, Method, Predictor
-from i2cl.methods.cross_validation import without_rows
 from i2cl.methods.postprocessing import PostProcessedPredictor
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
@@ -52,39 +49,6 @@ class Injector(Method):
             I2CLError: if the model or the demonstrations are unsuitable, or the fit diverges.
         """
 
-    def fit_folds(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Examples,
-        folds: Sequence[Sequence[int]],
-        seed: int = 0,
-        progress: StepProgress | None = None,
-        scoring: Scoring = "auto",
-    ) -> tuple[Injection, tuple[Injection, ...]]:
-        """Fit an injection, and approximate the fits without each fold if the method can do so at no cost.
-
-        Args:
-            decoder: the frozen model.
-            task: label words and template.
-            demonstrations: labelled examples.
-            folds: numbers of the demonstrations of each fold.
-            seed: seed of everything random.
-            progress: called after each step.
-            scoring: how labels are scored.
-
-        Returns:
-            The injection, and one without each fold or none.
-        """
-        return self.fit_injection(decoder, task, demonstrations, seed, progress, scoring), ()
-
-    def with_solver_of(self, injection: Injection) -> Self:
-        """Return the method with the solver that made an injection, for refits to fewer demonstrations.
-
-        The automatic choice could differ, and a cross-validation would measure a different kind of fit.
-        """
-        return self
-
     def weighted(self, task: Task, demonstrations: Examples) -> Examples:
         """Return the demonstrations with the weights that the fit gives them."""
         return demonstrations
@@ -97,47 +61,6 @@ class Injector(Method):
         """Fit an injection and predict with it, at a temperature of 1."""
         injection = self.fit_injection(decoder, task, demonstrations, seed)
         return injection_predictor(injection, decoder, task, cost=self.fit_cost(injection))
-
-
-def fit_with_refits(
-    method: Injector,
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Examples,
-    folds: Sequence[Sequence[int]],
-    seed: int = 0,
-    progress: StepProgress | None = None,
-    scoring: Scoring = "auto",
-    refit_progress: StepProgress | None = None,
-) -> tuple[Injection, Callable[[Examples], Injection]]:
-    """Fit an injection, and prepare the refits of a cross-validation.
-
-    Args:
-        method: fits the injection.
-        decoder: the frozen model.
-        task: label words and template.
-        demonstrations: labelled examples.
-        folds: numbers of the demonstrations of each fold; none for no cross-validation.
-        seed: seed of everything random.
-        progress: called after each step of the fit.
-        scoring: how labels are scored.
-        refit_progress: called after each step of a refit.
-
-    Returns:
-        The injection, and a function from the demonstrations without a fold to their injection. It fits only
-        if the method could not approximate that fit (`Injector.fit_folds`).
-    """
-    injection, without = method.fit_folds(decoder, task, demonstrations, folds, seed, progress, scoring)
-    rests = (without_rows(demonstrations, fold) for fold in folds)
-    approximate = dict(zip(rests, without, strict=False))
-
-    def refit(rest: Examples) -> Injection:
-        if (known := approximate.get(tuple(rest))) is not None:
-            return known
-        same_solver = method.with_solver_of(injection)
-        return same_solver.fit_injection(decoder, task, rest, seed, refit_progress, injection.scoring)
-
-    return injection, refit
 
 
 def injection_predictor(

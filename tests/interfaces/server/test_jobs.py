@@ -143,7 +143,7 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
 
 def test_failed_fit_reports_its_error(service, task, monkeypatch):
     fails = Mock(side_effect=KeyError("a user's text"))
-    monkeypatch.setattr("i2cl.methods.anchored.Anchored.fit_folds", fails)
+    monkeypatch.setattr("i2cl.methods.anchored.Anchored.fit_injection", fails)
     job = run_fit(service, task)
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"

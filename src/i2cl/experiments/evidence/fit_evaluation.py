@@ -42,6 +42,7 @@ from i2cl.injections.ensemble import (
     likely_weights,
 )
 from i2cl.methods import Cost, Injector, Method, Predictor, make_methods
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
 from i2cl.methods.cross_validation import (
     FOLDS,
@@ -388,6 +389,16 @@ class _Refits:
         predictor = self.predictor(shown, partial(method.fit, self.decoder, self.task, seed=self.seed))
         seconds = (time.perf_counter() - started) / len(predictor.refits)
         return Fitted(method, predictor, tuple(shown), self.seed, seconds)
+
+
+def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
+    """Return ``method.fit_injection`` with the solver and the scoring that made ``injection``.
+
+    With fewer demonstrations, the automatic choice could differ, and a cross-validation would measure a
+    different kind of fit.
+    """
+    same_solver = method.with_solver_of(injection) if isinstance(method, Anchored) else method
+    return partial(same_solver.fit_injection, scoring=injection.scoring)
 
 
 def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:

@@ -306,10 +306,10 @@ def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
             injection.save_pretrained(output)  # the evaluation may take longer than the fit
             self.saved, self.seconds = True, seconds
             if plan.folds:
-                kind = f"running {plan.folds}-fold cross-validation"
-                if injection.settings.get("solved_by") != "gauss_newton":
-                    kind += f", up to {console.duration((plan.folds - 1) * seconds)}"
-                console.note(f"no held-out rows of every label: {kind} (--folds 0 skips it)")
+                console.note(
+                    f"no held-out rows of every label: running {plan.folds}-fold cross-validation, up to "
+                    f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
+                )
             if plan.rows:
                 rivals = len(BASELINES) + len(plan.compare) + 1
                 rivals = multi_label.N_BASELINES if injection.task.multi_label else rivals
@@ -417,7 +417,7 @@ def surveyed(
     window = f" (context: {decoder.max_length:,})" if decoder.max_length else ""
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
-    refits = max(0, plan.folds - 1) if draw.refits else 0
+    refits = max(0, plan.folds - 1)
     return record, "\n".join((first, *_label_lines(survey), _usage_line(draw, kept_back, refits), ""))
 
 
