@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
 from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
@@ -68,10 +69,26 @@ def regression_cost(head: Any, *stored: Float[np.ndarray, " numbers"]) -> Cost:
     return Cost.of(weights, intercept, *rest, trained=weights.numel() + intercept.numel())
 
 
+@dataclass(frozen=True)
+class MajorityPredictor:
+    """The same log-probabilities for every text."""
+
+    log_frequencies: Float[Tensor, " labels"]
+    cost: Cost
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the log-frequency of each label; minus infinity for labels without a row."""
+        require_texts(texts)
+        if progress is not None:
+            progress(len(texts))
+        return self.log_frequencies.expand(len(texts), -1)
+
+
 class MajorityClass(Method):
     """Predicts the label with the most training rows; ties go to the first label.
 
-    Scores are the log-frequencies in all training rows, since demonstrations are balanced.
+    Equivalent to scikit-learn's ``DummyClassifier(strategy="prior")``, fitted to all training rows, since
+    demonstrations are balanced.
     """
 
     name = "majority_class"
@@ -79,14 +96,11 @@ class MajorityClass(Method):
     needs = "training rows"
     is_stochastic = False
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> MajorityPredictor:
         """Count the labels of the training rows, or of the demonstrations if the task has no rows."""
-        from sklearn.dummy import DummyClassifier
-
         rows = task.train or demonstrations
-        model = DummyClassifier(strategy="prior")
-        model.fit([row.text for row in rows], [row.label for row in rows])
-        return ClassifierPredictor(lambda texts, _: texts, model, len(task.labels), Cost())
+        counts = torch.bincount(torch.tensor([row.label for row in rows]), minlength=len(task.labels))
+        return MajorityPredictor((counts / counts.sum()).log(), Cost())
 
 
 class TfidfConfig(Settings):
