@@ -32,7 +32,9 @@ def fit(case="llama", *, sublayers="both", seed=0, task=TASK, shots=SHOTS, conte
     arguments = {name: config.pop(name) for name in names if name in config}
     config = CalibrationConfig(**({"epochs": 2} | config))
     extracted = context_of(case, sublayers)
-    extracted = extracted if context is None else replace(extracted, context=context)
+    if context is not None:
+        coefficients = torch.ones(*context.shape[:2], 2)
+        extracted = replace(extracted, context=context, coefficients=coefficients)
     return calibrate(decoder_of(case), task, shots, extracted, config, seed=seed, **arguments)
 
 

@@ -133,7 +133,8 @@ def test_cost_counts_the_trained_parameters(films, demonstrations, name, options
 
 def test_noise_vector_has_unit_variance(films):
     vectors = torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None]
-    real = replace(random_injection(made("llama"), films), context=vectors)
+    injection = random_injection(made("llama"), films)
+    real = replace(injection, context=vectors, coefficients=torch.ones(4, 2, 2))
     standard = noise_like(real, 0)
     assert standard.context.shape == real.context.shape
     assert standard.context.std().item() == pytest.approx(1, abs=0.05)
