@@ -69,10 +69,10 @@ def gather(
 def context_length(config: Any, otherwise: int) -> int | None:
     """Return a model's maximum number of tokens, or None; ``otherwise`` is the tokenizer's.
 
-    Within it the rotary angles of a row do not depend on other rows. Models with longrope choose those of a
-    batch by its longest row, and use others beyond ``original_max_position_embeddings``. With dynamic NTK it
-    is one token less than the context: transformers resets the angles that a longer row changed only for rows
-    shorter than the context.
+    Within it, the rotary angles of a row do not depend on the other rows of its batch. A model with longrope
+    chooses the angles of a batch by its longest row, so its context ends at
+    ``original_max_position_embeddings``, where they change. With dynamic NTK it is one token less than the
+    context: transformers resets the angles that a longer row changed only for rows shorter than the context.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]

@@ -1,5 +1,7 @@
 """CEPE against results of the released code."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from compressed import CLOSE, golden
+from compressed import CLOSE, golden, with_compressor
 from fitting import one_line
-from i2cl import Example
+from i2cl import Decoder, Example
 from i2cl.methods.compressors.cepe import context_encoder
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.encoding import TruncationWarning
@@ -85,3 +87,15 @@ LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
 )
 def test_incomplete_or_mismatched_checkpoints_are_refused(release, tmp_path, tensors, settings, message):
     one_line(message, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
+
+
+def test_an_encoder_is_loaded_once_per_dtype_and_does_not_keep_its_model(tmp_path):
+    decoder = with_compressor("cepe", tmp_path)
+    assert context_encoder(decoder) is context_encoder(Decoder(decoder.model, decoder.tokenizer))
+    decoder.model.to(torch.bfloat16)
+    half = Decoder(decoder.model, decoder.tokenizer)
+    assert context_encoder(half).encoder.dtype == torch.bfloat16
+    model = weakref.ref(decoder.model)
+    del decoder, half
+    gc.collect()
+    assert model() is None

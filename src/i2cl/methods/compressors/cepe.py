@@ -6,12 +6,12 @@ Source: Yen, Gao and Chen 2024, https://arxiv.org/abs/2402.16617, and the releas
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaModel
 
@@ -155,13 +155,24 @@ def _truncate(chunks: Sequence[Ids], task: Task) -> list[Ids]:
     return [ids[-MAX_CHUNK_TOKENS:] for ids in chunks]
 
 
-@lru_cache(maxsize=1)
+# Encoders by model, device and dtype. They must not reference the model, which would then never be freed.
+_ENCODERS: WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], ContextEncoder]]
+_ENCODERS = WeakKeyDictionary()
+
+
 def context_encoder(decoder: Decoder) -> ContextEncoder:
     """Return the encoder of a model, loaded once.
 
     Raises:
         I2CLError: if the model is not a CEPE model, or its tensors are missing or have the wrong shape.
     """
+    encoders, key = _ENCODERS.setdefault(decoder.model, {}), (decoder.device, decoder.model.dtype)
+    if key not in encoders:
+        encoders[key] = _load(decoder)
+    return encoders[key]
+
+
+def _load(decoder: Decoder) -> ContextEncoder:
     require_model_type(decoder, CEPE.name, {"llama"})
     compressor = Compressor.of_checkpoint(
         decoder,
