@@ -2,8 +2,8 @@
 
     python benchmarks/ensemble.py docs/experiments/real/store --limit 200 --scores scores -o real.json
 
-The label scores of anchored calibration come from the store; both text experts are fitted to the same
-demonstrations and kept in ``--scores``. The paper's nine tasks need I2CL_DATA_DIR or the hub.
+The label scores of anchored calibration and LoRA come from the store; both text experts are fitted to the
+same demonstrations and kept in ``--scores``. The paper's nine tasks need I2CL_DATA_DIR or the hub.
 """
 
 import argparse
@@ -29,6 +29,7 @@ MEMBERS = ("anchored", "embeddings", "tfidf")
 OTHER_TASKS = "prior of the other tasks"
 METHODS = ("ensemble", "typical weights", OTHER_TASKS, "product", "anchored", "embeddings", "tfidf")
 RIVALS = ("lora", "setfit")
+LORA_INSTEAD, LORA_TOO = "ensemble with LoRA instead of anchored", "ensemble with both"
 NO_PRIOR = WeightPrior(0.5, 100.0)
 FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
 DRAWS = 20
@@ -66,6 +67,9 @@ def collect(store: Store, limit: int, folder: Path, encoder: str) -> dict[tuple[
             if name in of_method
         }
         collected[task, seed] = {"scores": scores, "gold": gold, "rivals": rivals}
+        lora = of_method.get("lora")
+        if lora is not None and lora.scores is not None:
+            collected[task, seed]["lora"] = normalised(lora.scores.array)
     return collected
 
 
@@ -105,6 +109,10 @@ def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
         "embeddings": scores[1],
         "tfidf": scores[2],
     }
+    if "lora" in one:
+        pooled[LORA_INSTEAD] = cross_fitted(np.stack([one["lora"], *scores[1:]]), gold, PRIORS, folds=5)
+        both = np.stack([*scores, one["lora"]])
+        pooled[LORA_TOO] = cross_fitted(both, gold, [*PRIORS, PRIORS[0]], folds=5)
     record = {
         name: {"right": (log_probs.argmax(1) == gold).tolist()}
         | {key: vars(confidence(log_probs, gold, log_probs.argmax(1)))[key] for key in ("log_loss", "ece")}
@@ -138,7 +146,7 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
             for task in tasks
             if all(method in records.get(f"{task} {seed}", {}) for seed in seeds)
         ]
-        for method in (*METHODS, *RIVALS)
+        for method in (*METHODS, *RIVALS, LORA_INSTEAD, LORA_TOO)
     }
     complete = {method: each for method, each in right.items() if len(each) == len(tasks)}
     differences = {
@@ -146,7 +154,8 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
         for method, each in complete.items()
         if method != "ensemble"
     }
-    qs = dict(zip(differences, holm([one.p for one in differences.values()]), strict=True))
+    rivals = [method for method in differences if method != OTHER_TASKS]  # which is no rival
+    qs = dict(zip(rivals, holm([differences[method].p for method in rivals]), strict=True))
     for method, each in complete.items():
         means = {
             key: np.mean([records[key_of][method].get(key, np.nan) for key_of in records])
@@ -158,7 +167,8 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
         if method in differences:
             one = differences[method]
             interval = f"{100 * one.low:.1f} to {100 * one.high:.1f}"
-            print(f"  ensemble {100 * one.mean:+.1f} ({interval}), q {qs[method]:.4f}")
+            tested = f", q {qs[method]:.4f}" if method in qs else ""
+            print(f"  ensemble {100 * one.mean:+.1f} ({interval}){tested}")
 
 
 def main() -> None:
