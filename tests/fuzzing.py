@@ -23,7 +23,6 @@ from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.store import Store, save_vectors
 from i2cl.interfaces.cli import load, main
-from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.methods import make_methods
 from i2cl.models.loading import resolve_name
 from i2cl.tasks.files import ReadAsWarning
@@ -216,7 +215,7 @@ def read_grid(folder, data):
 def methods_under(_folder, result):
     """Methods under ``--set``."""
     names, settings = result
-    make_methods(names, load.options(settings))
+    make_methods(names, load.parse_settings(settings))
 
 
 def run_command(_folder, result):
@@ -323,7 +322,6 @@ class Folders:
     def read_artefact(self, folder, spoiled):
         """An artefact, which must then predict."""
         injection = Injection.from_pretrained(placed(folder, self.artefact, spoiled))
-        load.of_artefact(ModelOptions(), injection, None)
         resolve_name(injection.base.name)
         assert len(injection.predict(self.decoder, ["a film"], force=True)) == 1
 

@@ -140,9 +140,9 @@ def test_fit_lists_compared_methods_that_fail(call, home, tmp_path):
     ("options", "message"),
     [
         (["--compare", "menue"], "unknown method 'menue': did you mean 'menu'"),
-        (["--compare", "few_shot"], "--compare: the table has a row 'few_shot' already: leave it out"),
-        (["--compare", "i2cl"], "--compare: the table has a row 'i2cl' already: leave it out"),
-        (["--compare", "menu,menu"], "--compare: the table has a row 'menu' already: leave it out"),
+        (["--compare", "few_shot"], "--compare: the table already has a row 'few_shot': leave it out"),
+        (["--compare", "i2cl"], "--compare: the table already has a row 'i2cl': leave it out"),
+        (["--compare", "menu,menu"], "--compare: the table already has a row 'menu': leave it out"),
         (["--compare", "menu", "--evaluate", "0"], "--compare needs an evaluation: leave out --evaluate 0"),
     ],
 )

@@ -325,6 +325,12 @@ def test_update_adds_a_label_and_equals_a_fit_of_all_rows(call, model, tmp_path)
     assert len(less.examples) == len(TEXTS) + 3
 
 
+def test_update_rejects_a_rename_without_an_equals_sign(call, fitted):
+    code, _, err = call("update", fitted, "--rename", "login")
+    assert code == 2
+    assert "--rename 'login' is not OLD=NEW: write it like --rename blue=navy" in err
+
+
 def test_update_without_kept_examples_is_refused(call, fitted, tmp_path):
     code, _, err = call("update", fitted, "--remove", "login", "-o", tmp_path / "out")
     assert code == 2

@@ -59,9 +59,9 @@ def evaluate(
     from i2cl.methods import METHODS, make_methods
 
     methods = list(METHODS) if method == "all" else load.split(method)
-    chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
+    chosen = make_methods(methods, load.parse_settings(settings), RECIPES[recipe])
     tasks = [local[name] or load.task(name, rows) for name in names]
-    _require_distinct("tasks", [one.name for one in tasks])
+    _require_distinct("tasks", [loaded.name for loaded in tasks])
     _require_distinct("methods", [one.full_name for one in chosen])
     failures: list["NotRun"] = []
 

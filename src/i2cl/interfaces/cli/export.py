@@ -17,7 +17,7 @@ from i2cl.storage.atomic import require_new_file, require_writable
 if TYPE_CHECKING:
     from i2cl.export import Verification
 
-# What an export is, by its format.
+# Description of an export, by its format.
 RESULTS = {
     "classifier": "{task} as a text classifier on {model}",
     "causal-lm": "{model} with {task} in its weights",
@@ -95,7 +95,7 @@ def export(
     if form.drop_prior:
         injection = without_label_prior(injection).with_head(temperature=injection.temperature)
     name, task = model or injection.base.name, injection.task.name
-    loading = replace(load.of_artefact(loading, injection, model), dtype="checkpoint")
+    loading = replace(loading, dtype="checkpoint")
     if form.to == "gguf" and form.golden:
         try:  # tell the user before the export takes its time
             require_packages("`i2cl verify` of a GGUF file", "llama-cpp", "xllamacpp")
@@ -180,19 +180,20 @@ def _verify_here(
 
 
 def _show_verification(outcome: "Verification", *, json: bool) -> None:
-    count, right = len(outcome.labels), sum(expected == found for expected, found in outcome.labels)
+    count = len(outcome.labels)
+    correct = sum(expected == answered for expected, answered in outcome.labels)
     record: dict[str, Any] = {"passed": outcome.passed, "worst": outcome.worst}
     record |= {"tolerance": outcome.tolerance, "retokenized": outcome.retokenized}
     text = (
-        f"{'Passed' if outcome.passed else 'Failed'}: {right} of {count} labels agree, largest difference of "
-        f"a probability {outcome.worst:.1e} (tolerance {outcome.tolerance:.0e})."
+        f"{'Passed' if outcome.passed else 'Failed'}: {correct} of {count} labels agree, largest difference "
+        f"of a probability {outcome.worst:.1e} (tolerance {outcome.tolerance:.0e})."
     )
     if outcome.retokenized:
         example = outcome.retokenized[0].splitlines()[0]
         text += (
             f"\nIts tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
         )
-    console.answer(record | {"labels": {"right": right, "of": count}}, text, as_json=json)
+    console.answer(record | {"labels": {"right": correct, "of": count}}, text, as_json=json)
 
 
 def push(

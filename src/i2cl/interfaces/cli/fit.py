@@ -185,7 +185,7 @@ def fit(
     require_writable(output, own_files(output))
     load.require_options(loading, model, method_options.settings)
     local = load.local_task(task, rows)
-    texts = _unlabelled(method_options, rows)
+    unlabelled = _unlabelled_texts(method_options, rows)
 
     load.libraries()
     from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
@@ -194,13 +194,13 @@ def fit(
 
     from_file, seed = is_row_file(task), draw_options.seed
     method, ensemble = _method_of(method_options)
-    compare = _methods_to_compare(evaluation, method, has_prior=bool(texts))
+    compare = _methods_to_compare(evaluation, method, has_prior=bool(unlabelled))
     loaded = local or load.task(task, rows)
     request = FitRequest(
         method,
         ensemble,
         seed,
-        unlabelled=texts,
+        unlabelled=unlabelled,
         target=evaluation.target_accuracy,
         threshold=evaluation.threshold,
         keep_examples=draw_options.keep_examples,
@@ -209,21 +209,26 @@ def fit(
     if compare:
         loaded.require_single_label("--compare", "omit it")
     draw_rows = _draw(draw_options, loaded, method, from_file=from_file, scored=evaluation.evaluate > 0)
-    shares = _shares(method_options, loaded)
-    decoder = load.decoder(model, load.automatic(loading))
+    shares = _prior_shares(method_options, loaded)
+    decoder = load.decoder(model, load.with_default_dtype(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     drawn = draw_rows(decoder, loaded)
     plan = plan_evaluation(loaded, drawn.demonstrations, evaluation.evaluate, evaluation.folds, seed)
     plan = replace(plan, compare=compare)
     if request.target is not None:
         plan.require_target(request.target)
-    survey, summary = surveyed(loaded, decoder, drawn, plan) if from_file else (None, "")
+    survey, summary = describe_rows(loaded, decoder, drawn, plan) if from_file else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
         console.note(f"fitting takes {_about(drawn.seconds)}")
-    resolved: Any = {"shots": draw_options.shots or drawn.shots, "keep_back": drawn.keep_back or None}
-    command = command_line(context, method=method.name, seed=seed, **resolved)
+    command = command_line(
+        context,
+        method=method.name,
+        seed=seed,
+        shots=draw_options.shots or drawn.shots,
+        keep_back=drawn.keep_back or None,
+    )
     request = replace(request, shares=shares, command=command)
     fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
 
@@ -239,7 +244,11 @@ def _draw(
     """
     from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
 
-    choice: Any = {"shots": chosen.number, "keep_back": chosen.keep_back, "scored": scored and not task.test}
+    choice: Any = {
+        "shots": chosen.number,
+        "keep_back": chosen.keep_back,
+        "scored": scored and not task.test,
+    }
     early = draw(task, method, seed=chosen.seed, from_file=from_file, **choice)
     if from_file and isinstance(chosen.number, int):
         warn_of_small_classes(task, chosen.number)
@@ -336,9 +345,11 @@ def _show_fit(
 
     labels, history, count = injection.task.labels, injection.history, injection.demonstrations
     summary = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
-    experts = " and ".join(injection.head.members[1:])
-    what = f"{injection.task.name} by {method}{f' with {experts}' if experts else ''}, {count} demonstrations"
-    console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
+    members = " with ".join(filter(None, (method, " and ".join(injection.head.members[1:]))))
+    console.say(
+        f"Saved {output}: {injection.task.name} by {members}, {count} demonstrations, {summary}, "
+        f"{seconds:.1f} s."
+    )
     guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(labels))
     if history and method.startswith("anchored") and history[-1] > guess:
         console.note("the loss is no better than guessing: give more rows, or use another model")
@@ -403,7 +414,7 @@ def _show_evaluation(injection: "Injection") -> str:
     return "" if threshold is None else f" --min-confidence {threshold:.6g}"
 
 
-def surveyed(
+def describe_rows(
     task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan"
 ) -> tuple[dict[str, Any], str]:
     """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
@@ -452,8 +463,8 @@ def _usage_line(draw: "Draw", kept_back: int, refits: int) -> str:
     if draw.more is None:
         return f"{line}."
     shots, rows, seconds = draw.more
-    what = "all" if rows == draw.rows else f"{rows:,}"
-    return f"{line}; --shots {shots} uses {what}, {_about(seconds)}."
+    number = "all" if rows == draw.rows else f"{rows:,}"
+    return f"{line}; --shots {shots} uses {number}, {_about(seconds)}."
 
 
 def _about(seconds: float | None) -> str:
@@ -461,8 +472,8 @@ def _about(seconds: float | None) -> str:
     return f"about {console.duration(seconds or 0.0)}"
 
 
-def _unlabelled(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
-    """Read the unlabelled texts for a label prior; an empty list without ``--unlabelled``."""
+def _unlabelled_texts(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
+    """Read the file of ``--unlabelled``; return an empty list without one."""
     from i2cl.tasks.rows import check_queries, read_queries
 
     if method_options.unlabelled is None:
@@ -470,13 +481,14 @@ def _unlabelled(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
             raise I2CLError("--prior needs unlabelled texts: give them with --unlabelled FILE")
         return []
     source = str(method_options.unlabelled)
-    options: Any = {"column": rows.text_column, "skip": rows.skip_bad_rows}
-    if bad := check_queries(source, **options).count:
+    column, skip = rows.text_column, rows.skip_bad_rows
+    if bad := check_queries(source, column=column, skip=skip).count:
         console.note(f"{source}: skipped {bad} rows without a usable text")
-    return [query.text for query in read_queries(source, **options) if query.error is None]
+    queries = read_queries(source, column=column, skip=skip)
+    return [query.text for query in queries if query.error is None]
 
 
-def _shares(method_options: MethodOptions, task: "Task") -> list[float] | None:
+def _prior_shares(method_options: MethodOptions, task: "Task") -> list[float] | None:
     """Parse ``--prior``; None without it."""
     from i2cl.injections.label_prior import validate_prior
 
@@ -497,12 +509,13 @@ def _method_of(method_options: MethodOptions) -> "tuple[Injector, EnsembleConfig
     from i2cl.injections.ensemble import EnsembleConfig
     from i2cl.methods import make_injector
 
-    given = {"memory": method_options.memory, "class_weight": method_options.class_weight}
-    named = {name: str(value) for name, value in given.items() if value is not None}
-    if method_options.experts is not None:
-        named["experts"] = method_options.experts
-    ensemble, options = EnsembleConfig.take_from(load.options(method_options.settings) | named)
-    ensemble.members()  # raises
+    settings = load.parse_settings(method_options.settings)
+    for name in ("memory", "class_weight", "experts"):  # options that are also settings
+        value = getattr(method_options, name)
+        if value is not None:
+            settings[name] = str(value)
+    ensemble, options = EnsembleConfig.take_from(settings)
+    ensemble.members()  # raises if an encoder is missing
     return make_injector(method_options.method, options, method_options.recipe), ensemble
 
 
@@ -522,9 +535,9 @@ def _methods_to_compare(
     compare = make_methods(load.split(evaluation.compare))
     evaluated = LabelPrior(method) if has_prior else method
     names = list(dict.fromkeys([*BASELINES, *TEXT_METHODS, Ensemble.name, evaluated.full_name]))
-    names += [one.full_name for one in compare]
+    names += [other.full_name for other in compare]
     if duplicates := [name for name in names if names.count(name) > 1]:
-        raise I2CLError(f"--compare: the table has a row {duplicates[0]!r} already: leave it out")
+        raise I2CLError(f"--compare: the table already has a row {duplicates[0]!r}: leave it out")
     return tuple(compare)
 
 
@@ -534,9 +547,9 @@ def method_of(injection: "Injection") -> "Injector":
 
     if injection.settings.get("method") != Anchored.name:
         raise I2CLError("only tasks of the method anchored can be updated: fit it again from all rows")
-    known = Anchored.options()
-    made = Anchored.from_options({name: one for name, one in injection.settings.items() if name in known})
-    return cast("Injector", made)
+    names = Anchored.options()
+    settings = {name: value for name, value in injection.settings.items() if name in names}
+    return cast("Injector", Anchored.from_options(settings))
 
 
 def _public(value: object) -> str:
@@ -553,10 +566,10 @@ def command_line(context: typer.Context, **resolved: object) -> str:
     """Reconstruct the command line for a model card, without folders and output options.
 
     Args:
-        context: of the command.
-        resolved: values that replace the given ones; they are included even if they were not given.
+        context: typer's context of the command.
+        resolved: parameters whose values are shown even if the user did not give them.
     """
-    words, named = context.command_path.split(), []
+    words, option_words = context.command_path.split(), []
     for parameter in context.command.params:
         name = str(parameter.name)
         value = resolved.get(name, context.params.get(name))
@@ -565,13 +578,13 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         if name == "json" or value is None or not (typed or name in resolved):
             continue
         values = [
-            _public(one) if isinstance(one, Path) or name in _NAME_OR_PATH else _without_folders(str(one))
-            for one in (value if isinstance(value, list | tuple) else [value])
+            _public(item) if isinstance(item, Path) or name in _NAME_OR_PATH else _without_folders(str(item))
+            for item in (value if isinstance(value, list | tuple) else [value])
         ]
         if parameter.param_type_name == "argument":
             words += values
         elif isinstance(value, bool):
-            named.append(parameter.opts[0])
+            option_words.append(parameter.opts[0])
         else:
-            named += [word for one in values for word in (parameter.opts[0], one)]
-    return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
+            option_words += [word for item in values for word in (parameter.opts[0], item)]
+    return shlex.join([*words, *option_words]).encode(errors="backslashreplace").decode()

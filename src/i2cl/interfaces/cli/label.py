@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -85,37 +85,44 @@ def suggest(
     from i2cl.labelling import suggest as choose
 
     if injection is None:
-        decoder = load.decoder(source, load.automatic(loading))
+        decoder = load.decoder(source, load.with_default_dtype(loading))
         task = task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     else:
         decoder = _decoder_of(injection, places, loading)
-    given: Any = {"labelled": [row.text for row in known], "seed": choice.seed}
     with console.progress(count, "comparing texts") as bar:
-        chosen = choose(decoder, injection or task, candidates, choice.number, progress=bar.advance, **given)
-    _write_suggestions(output, task, known, chosen)
+        suggestions = choose(
+            decoder,
+            injection or task,
+            candidates,
+            choice.number,
+            labelled=[row.text for row in known],
+            seed=choice.seed,
+            progress=bar.advance,
+        )
+    _write_suggestions(output, task, known, suggestions)
     used = {row.label for row in known}
-    empty = [word for label, word in enumerate(task.labels) if label not in used] if known else []
+    unused = [word for label, word in enumerate(task.labels) if label not in used] if known else []
     if json:
-        found = [asdict(one) for one in chosen]
-        console.print_json({"output": str(output), "labels_without_text": empty, "suggestions": found})
+        records = [asdict(suggestion) for suggestion in suggestions]
+        console.print_json({"output": str(output), "labels_without_text": unused, "suggestions": records})
         return
-    before = f" after {len(known)} labelled rows" if known else ""
-    what = "1 text" if choice.number == 1 else f"{choice.number} texts"
-    console.say(f"Saved {output}: {what} to label{before}, chosen from {count:,}.")
-    if empty:
-        console.say(f"No text has the label {name_labels(empty)} yet: label one, or fit without it.")
+    number = "1 text" if choice.number == 1 else f"{choice.number} texts"
+    after = f" after {len(known)} labelled rows" if known else ""
+    console.say(f"Saved {output}: {number} to label{after}, chosen from {count:,}.")
+    if unused:
+        console.say(f"No text has the label {name_labels(unused)} yet: label one, or fit without it.")
     model = source if injection is None else injection.base.name
-    named = [] if labels is None else ["--labels", ",".join(task.labels)]
-    words = shlex.join(["i2cl", "fit", model, str(output), *named])
-    console.say(f"Next: fill in the column label, then {words} -o TASK")
+    label_option = [] if labels is None else ["--labels", ",".join(task.labels)]
+    command = shlex.join(["i2cl", "fit", model, str(output), *label_option])
+    console.say(f"Next: fill in the column label, then {command} -o TASK")
 
 
 def _write_suggestions(
-    output: Path, task: "Task", known: Sequence[Example], chosen: "Sequence[Suggestion]"
+    output: Path, task: "Task", known: Sequence[Example], suggestions: "Sequence[Suggestion]"
 ) -> None:
     """Write the labelled rows, then the suggested texts, as CSV."""
     lines = [(row.text, task.labels[row.label], "", "") for row in known]
-    lines += [(one.text, "", one.label, f"{max(one.probabilities):.3f}") for one in chosen]
+    lines += [(row.text, "", row.label, f"{max(row.probabilities):.3f}") for row in suggestions]
     with new_file(output) as path, path.open("w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *lines])
     if note := formula_note(sum(map(is_formula, chain.from_iterable(lines)))):
@@ -130,7 +137,7 @@ def review(
     ],
     *,
     places: PlaceOptions,
-    folds: int = opt(5, "Number of refits, each without one part of the rows.", min=2),
+    folds: int = opt(5, "Number of cross-validation folds.", min=2),
     seed: Seed = 0,
     rows: Annotated[TaskOptions, ("text_column", "label_column", "skip_bad_rows")],
     loading: ModelOptions,
@@ -138,7 +145,8 @@ def review(
 ) -> None:
     """List labelled rows whose label is probably wrong, worst first.
 
-    Refits without a row score it, and near-duplicates with different labels are compared. No row is changed.
+    Each row is scored by a fit to other rows, and near-duplicates with different labels are compared. The
+    file is not changed.
     """
     load.require_options(loading)
     injection = _injection(artefact, places)
@@ -147,13 +155,13 @@ def review(
     examples, lookup = read_labelled(
         labelled, task.labels, *columns, multi_label=False, skip=rows.skip_bad_rows
     )
-    row_names = {
+    name_by_row = {
         (row.values[0], lookup.find(row.values[1])): row.place.removeprefix(f"{labelled} ")
         for row in rows_or_errors(str(labelled), Columns(*columns))
         if isinstance(row, Row)
     }
     try:
-        numbered = [row_names[example.text, example.label] for example in examples]
+        row_names = [name_by_row[example.text, example.label] for example in examples]
     except KeyError:
         raise I2CLError(f"{labelled} changed while it was read: run the command again") from None
     from i2cl.labelling import review as find_issues
@@ -162,17 +170,21 @@ def review(
     with console.progress(folds, "refitting") as bar:
         issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
     if json:
-        found = [asdict(one) | {"where": numbered[one.row]} for one in issues]
-        console.print_json({"rows": len(examples), "issues": found})
+        records = [asdict(issue) | {"where": row_names[issue.row]} for issue in issues]
+        console.print_json({"rows": len(examples), "issues": records})
         return
     console.say(f"{len(issues)} of {len(examples)} labels may be wrong{', worst first:' if issues else '.'}")
     if issues:
         table = [
-            {"where": numbered[one.row], "label": one.label, "suggested": one.suggested}
-            | {"probability": f"{one.probability:.3f}"}
-            | {"text": _snippet(one.text)}
-            | {"near-duplicates": ", ".join(numbered[row] for row in one.near_duplicates)}
-            for one in issues
+            {
+                "where": row_names[issue.row],
+                "label": issue.label,
+                "suggested": issue.suggested,
+                "probability": f"{issue.probability:.3f}",
+                "text": _snippet(issue.text),
+                "near-duplicates": ", ".join(row_names[row] for row in issue.near_duplicates),
+            }
+            for issue in issues
         ]
         console.print_table("", table)
 
@@ -193,8 +205,7 @@ def _injection(name: str, places: PlaceOptions) -> "Injection":
 
 
 def _decoder_of(injection: "Injection", places: PlaceOptions, loading: ModelOptions) -> "Decoder":
-    loading = load.of_artefact(loading, injection, places.model)
-    return load.artefact_decoder(injection, places.model, load.automatic(loading))
+    return load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
 
 
 def _fitted_task(name: str, rows: TaskOptions, places: PlaceOptions) -> "Injection":

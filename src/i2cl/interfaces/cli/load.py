@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
-UNWORDED = "{text} {label}"  # placeholder until the chat template is known
+CHAT_PLACEHOLDER = "{text} {label}"  # replaced once the model's chat template is known
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
@@ -31,9 +31,9 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     from i2cl.models.decoder import Decoder
 
     quiet()
-    given: dict[str, Any] = vars(options) | {"device_map": _device_map(options.device_map)}
+    loading_options: dict[str, Any] = vars(options) | {"device_map": _device_map(options.device_map)}
     with console.waiting(f"loading {name}"):
-        loaded = Decoder.from_pretrained(name, architecture=architecture, **given)
+        loaded = Decoder.from_pretrained(name, architecture=architecture, **loading_options)
     if is_small(loaded):
         torch.set_num_threads(1)
     return loaded
@@ -54,7 +54,7 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         hint = 'write it like \'{"": "cpu"}\''
         raise I2CLError(f"--device-map {typed!r} is not valid JSON ({error}): {hint}") from None
-    if not isinstance(devices, dict) or not all(isinstance(one, str | int) for one in devices.values()):
+    if not isinstance(devices, dict) or not all(isinstance(device, str | int) for device in devices.values()):
         hint = 'write it like \'{"": "cpu"}\', with a device, cpu or disk for every module'
         raise I2CLError(f"--device-map {typed!r} is not an object from modules to devices: {hint}")
     return devices
@@ -71,7 +71,7 @@ def require_options(
         raise I2CLError("--device and --device-map exclude each other: give one of them")
     if model is not None:
         require_model(model)
-    options(settings)
+    parse_settings(settings)
 
 
 def require_model(name: str) -> None:
@@ -104,25 +104,21 @@ def require_artefact(name: str) -> None:
         raise I2CLError(f"{name!r} is not an artefact, it has no {DESCRIPTION}: {hint}")
 
 
-def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
-    """Set the revision to the injection's, unless a revision or another model is given."""
-    return replace(options, revision=options.revision or (None if model else injection.base.revision))
-
-
-def automatic(options: ModelOptions) -> ModelOptions:
-    """Choose the dtype by the device and the checkpoint, unless the user has."""
+def with_default_dtype(options: ModelOptions) -> ModelOptions:
+    """Let the device and the checkpoint determine the dtype unless ``--dtype`` is given."""
     return replace(options, dtype=options.dtype or "auto")
 
 
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
-    """Load the model that an injection was fitted on, or ``model`` instead.
+    """Load the model that an injection was fitted on, in the same revision, or ``model`` instead.
 
     Raises I2CLError if it cannot be loaded; the message names the option for another path.
     """
     if model is not None:
         return decoder(model, options)
     try:
-        return decoder(injection.base.name, options)
+        revision = options.revision or injection.base.revision
+        return decoder(injection.base.name, replace(options, revision=revision))
     except I2CLError as error:
         hint = f"the task was fitted on {injection.base.name!r}; give its new path with --model"
         raise I2CLError(f"{error} ({hint})") from None
@@ -177,7 +173,7 @@ def template(options: TaskOptions, default: str | None) -> str | None:
         raise I2CLError("--chat and --template exclude each other: leave one of them out")
     if options.template is not None:
         return options.template.replace("\\n", "\n")
-    return UNWORDED if options.chat else default
+    return CHAT_PLACEHOLDER if options.chat else default
 
 
 def label_words(typed: str) -> list[str] | dict[str, str]:
@@ -214,12 +210,17 @@ def split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",")]
 
 
-def options(settings: Sequence[str] | None) -> dict[str, str]:
+def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
     """Parse the values of ``--set``. Raises I2CLError for a value that is not NAME=VALUE."""
-    values: dict[str, str] = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
+    return parse_pairs(settings, "--set", "NAME=VALUE", "formula=add")
+
+
+def parse_pairs(values: Sequence[str] | None, option: str, form: str, example: str) -> dict[str, str]:
+    """Parse the values of a repeatable option, each with an equals sign. Raises I2CLError without one."""
+    pairs: dict[str, str] = {}
+    for text in values or []:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
-        values[name.strip()] = value.strip()
-    return values
+            raise I2CLError(f"{option} {text!r} is not {form}: write it like {option} {example}")
+        pairs[name.strip()] = value.strip()
+    return pairs

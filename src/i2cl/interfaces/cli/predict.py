@@ -85,41 +85,58 @@ def predict(
     """
     started = time.perf_counter()
     table = _check_options(artefact, source, output, form, loading, restart=restart, json=json)
-    texts: Any = {"kind": form.input_format, "column": form.text_column, "kept": table.kept}
+    skip = form.skip_bad_rows
     rereadable = source != STDIN and (Path(source).is_file() or not Path(source).exists())
-    bad = check_queries(source, **texts, skip=form.skip_bad_rows) if rereadable else BadRows(source)
+    bad = (
+        check_queries(source, form.input_format, form.text_column, table.kept, skip=skip)
+        if rereadable
+        else BadRows(source)
+    )
 
     load.libraries()
     from i2cl.core.injection import Injection
 
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
-    loading = load.of_artefact(loading, injection, places.model)
     table = replace(table, labels=injection.task.labels, thresholds=injection.head.thresholds)
-    settings: dict[str, Any] = {"i2cl": __version__, "artefact": digest(injection)}
-    settings |= {"model": [places.model, loading.revision], "dtype": loading.dtype}
-    settings |= {"quantization": loading.quantization, "source": source_state(source), "chunk": chunk}
-    settings |= vars(form) | {"output_format": table.kind, "keep": table.kept}
+    settings = {
+        "i2cl": __version__,
+        "artefact": digest(injection),
+        "model": [places.model, loading.revision],
+        "dtype": loading.dtype,
+        "quantization": loading.quantization,
+        "source": source_state(source),
+        "chunk": chunk,
+        **vars(form),
+        "output_format": table.kind,
+        "keep": table.kept,
+    }
     for name, column in table.renamed.items():
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
 
-    def scored(texts: list[str]) -> list[list[float]]:
+    def classify(texts: list[str]) -> list[list[float]]:
         return injection.head.probabilities(injection.log_probs(decoder, texts, force=force)).tolist()
 
-    given: Any = {"chunk": chunk, "resumes": rereadable, "restart": restart}
-    given["finish"] = table.finish if table.deferred else None
-    with open_output(output, table.header, settings, **given) as out:
+    with open_output(
+        output,
+        table.header,
+        settings,
+        chunk=chunk,
+        resumes=rereadable,
+        restart=restart,
+        finish=table.finish if table.deferred else None,
+    ) as out:
         if out.kept:
             console.note(f"resuming after {out.kept} rows of an earlier run")
         try:
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
-                decoder = load.artefact_decoder(injection, places.model, load.automatic(loading))
-                rows = read_queries(source, **texts, skip=form.skip_bad_rows)
+                decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
+                rows = read_queries(source, form.input_format, form.text_column, table.kept, skip=skip)
                 with _count_truncated():
                     for queries in read_chunks(rows, chunk, out.kept, numbered=form.row_number):
                         usable = [query.text for query in queries if query.error is None]
-                        scores = scored(usable) if usable else []
-                        out.write(_lines(table, queries, scores), len(queries))
+                        probabilities = classify(usable) if usable else []
+                        out.write(_lines(table, queries, probabilities), len(queries))
                         bar.advance(len(queries))
                         if not rereadable:  # otherwise they were counted before
                             bad.add(*(query.error for query in queries if query.error is not None))
@@ -128,8 +145,8 @@ def predict(
                 raise
             raise typer.Abort(f"{out.rows} rows are saved; run the same command to resume") from None
     if output is not None:
-        before = f", {out.kept} of them from an earlier run" if out.kept else ""
-        console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
+        resumed = f", {out.kept} of them from an earlier run" if out.kept else ""
+        console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{resumed}.")
         out.note = out.note or table.formula_note(output)
     note = f"{bad.count} of {out.rows} rows have no label: {bad.summary()}" if bad.count else ""
     for line in filter(None, (note, out.note)):
@@ -162,9 +179,9 @@ def _check_options(
     return Table((), kind, kept, form.row_number, deferred, form.min_confidence)
 
 
-def _lines(table: Table, queries: Sequence[Query], scores: Sequence[Sequence[float]]) -> str:
-    """Format one chunk; ``scores`` are those of the usable rows only."""
-    usable = iter(scores)
+def _lines(table: Table, queries: Sequence[Query], probabilities: Sequence[Sequence[float]]) -> str:
+    """Format one chunk; ``probabilities`` has only the usable rows."""
+    usable = iter(probabilities)
     rows = [next(usable) if query.error is None else None for query in queries]
     errors = [query.error.why if query.error else "" for query in queries]
     return table.lines(rows, [query.kept for query in queries], errors)

@@ -89,7 +89,7 @@ def serve(
 
     listener = listen(host, access.port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    decoder = load.decoder(model, load.automatic(loading))
+    decoder = load.decoder(model, load.with_default_dtype(loading))
     _log_to_stderr(access_log=access.access_log)
     with console.waiting(f"opening {tasks}"):
         service = Service(

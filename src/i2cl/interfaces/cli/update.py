@@ -1,8 +1,8 @@
 """`i2cl update`: fit a task again with further rows, or with labels renamed or removed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument
@@ -13,6 +13,10 @@ from i2cl.interfaces.cli.fit import EvaluationOptions
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import require_writable
 from i2cl.storage.layout import own_files
+
+if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
+    from i2cl.tasks import Task
 
 COLUMNS = ("text_column", "label_column", "label_separator", "label_columns", "skip_bad_rows")
 
@@ -52,8 +56,8 @@ def update(
     load.require_artefact(artefact)
     output = output or Path(artefact)
     require_writable(output, own_files(output))
-    names = load.options(labels.rename)
-    if source is None and not (names or labels.remove):
+    new_names = load.parse_pairs(labels.rename, "--rename", "OLD=NEW", "blue=navy")
+    if source is None and not (new_names or labels.remove):
         raise I2CLError("nothing to change: give a file of rows, --rename OLD=NEW or --remove LABEL")
     load.libraries()
     from i2cl.core.injection import Injection
@@ -64,7 +68,7 @@ def update(
 
     injection = Injection.from_pretrained(artefact)
     method = fit.method_of(injection)
-    task = _changed(injection, names, labels.remove or [], source, rows)
+    task = _changed_task(injection, new_names, labels.remove or [], source, rows)
     command = fit.command_line(context)
     request = FitRequest(
         method,
@@ -76,23 +80,24 @@ def update(
         keep_examples=True,
     )
     require_supported(task, request)
-    loading = load.of_artefact(loading, injection, model)
-    decoder = load.artefact_decoder(injection, model, load.automatic(loading))
+    decoder = load.artefact_decoder(injection, model, load.with_default_dtype(loading))
     injection.require_base(decoder)
-    drawn = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
+    all_rows = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
     plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
-    survey, summary = fit.surveyed(task, decoder, drawn, plan)
+    survey, summary = fit.describe_rows(task, decoder, all_rows, plan)
     if not json:
         console.say(summary, wrapped=True)
-    fit.fit_and_show(decoder, task, drawn, request, plan, output, survey, json=json)
+    fit.fit_and_show(decoder, task, all_rows, request, plan, output, survey, json=json)
 
 
-def _changed(
-    injection: Any, names: dict[str, str], removed: list[str], source: Path | None, rows: TaskOptions
-) -> Any:
-    """Return the task with its kept rows, after all changes."""
-    from dataclasses import replace
-
+def _changed_task(
+    injection: "Injection",
+    new_names: dict[str, str],
+    removed: list[str],
+    source: Path | None,
+    rows: TaskOptions,
+) -> "Task":
+    """Return the injection's task with its stored rows: labels are renamed, then removed, then rows added."""
     from i2cl.tasks.changes import add_rows, remove_labels, rename_labels
 
     if not injection.examples:
@@ -101,7 +106,7 @@ def _changed(
             "it again from all rows, with --keep-examples"
         )
     task = replace(injection.task, train=injection.examples)
-    task = remove_labels(rename_labels(task, names), [names.get(word, word) for word in removed])
+    task = remove_labels(rename_labels(task, new_names), [new_names.get(word, word) for word in removed])
     if source is None:
         return task
     return add_rows(
