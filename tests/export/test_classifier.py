@@ -149,7 +149,7 @@ def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
     encoder = PromptEncoder.of(tokenizer)
     made = TemplateTokenizer(tokenizer, template)
     for text in (*PROBES, *(TRAILING if made.encodes(TRAILING) else ())):
-        assert tuple(made.made(text)["input_ids"]) == encoder([template.query(text)])[0]
+        assert tuple(made.tokenizer(text)["input_ids"]) == encoder([template.query(text)])[0]
 
 
 def test_the_template_is_exact_where_newlines_merge_with_punctuation():
@@ -160,7 +160,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     encoder = PromptEncoder.of(tokenizer)
     template = SPACED.template
     apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
-    ids = tuple(TemplateTokenizer(tokenizer, template).made("dull.")["input_ids"])
+    ids = tuple(TemplateTokenizer(tokenizer, template).tokenizer("dull.")["input_ids"])
     assert ids == encoder([template.query("dull.")])[0]
     assert len(ids) < len(apart), "the full stop and the newline are one token"
 

@@ -86,10 +86,10 @@ def export_causal_lm(
     path = Path(output)
     require_writable(path, frozenset())
     folding = Folding(decoder, injection, dtype=dtype, force=force)
-    made = folding.build(AutoModelForCausalLM)
-    made.generation_config = decoder.model.generation_config
+    model = folding.build(AutoModelForCausalLM)
+    model.generation_config = decoder.model.generation_config
     with new_folder(path, frozenset()) as fresh:
-        save_model(made, fresh, max_shard_size)
+        save_model(model, fresh, max_shard_size)
         left_padded(decoder.tokenizer).save_pretrained(fresh)
         write_card(fresh, path.resolve().name, injection, folding.labels, "causal-lm")
         if golden:
@@ -98,11 +98,11 @@ def export_causal_lm(
 
 def left_padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a copy of a tokenizer that pads on the left, so that the last position ends every prompt."""
-    made = copy.deepcopy(tokenizer)
-    made.padding_side = made.init_kwargs["padding_side"] = "left"  # init_kwargs are what is saved
-    if made.pad_token is None:
-        made.pad_token = made.eos_token or made.unk_token or made.bos_token
-    return made
+    padded = copy.deepcopy(tokenizer)
+    padded.padding_side = padded.init_kwargs["padding_side"] = "left"  # init_kwargs are what is saved
+    if padded.pad_token is None:
+        padded.pad_token = padded.eos_token or padded.unk_token or padded.bos_token
+    return padded
 
 
 def write_card(folder: Path, name: str, injection: Injection, labels: LabelTokens, form: Form) -> None:

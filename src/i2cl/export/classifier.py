@@ -88,7 +88,7 @@ def export_classifier(
     folding = Folding(decoder, injection, dtype=dtype, force=force, label_scores=False)
     model, tensors = add_classification_head(folding, injection)
     tokenizer = TemplateTokenizer(decoder.tokenizer, injection.task.template, folding.labels.line)
-    _complete_config(model.config, injection, tokenizer.made, decoder.tokenizer)
+    _complete_config(model.config, injection, tokenizer.tokenizer, decoder.tokenizer)
     notes = []
     if not tokenizer.encodes(TRAILING):
         notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
@@ -96,18 +96,19 @@ def export_classifier(
         notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
     if (thresholds := injection.llm_alone().head.thresholds) and set(thresholds) != {DEFAULT_THRESHOLD}:
         listed = ", ".join(
-            f"{word} {one:.4g}" for word, one in zip(injection.task.labels, thresholds, strict=True)
+            f"{word} {threshold:.4g}"
+            for word, threshold in zip(injection.task.labels, thresholds, strict=True)
         )
         notes += [f"Give a text every label whose probability reaches its threshold: {listed}."]
     answers = make_golden(decoder, injection).of_export("classifier", folding.dtype) if golden else None
-    made = folding.build(AutoModelForSequenceClassification, model.config, tensors)
+    classifier = folding.build(AutoModelForSequenceClassification, model.config, tensors)
     if answers is not None:
-        answers = _checked(make_pipeline(made.float(), tokenizer.made), answers)
+        answers = _checked(make_pipeline(classifier.float(), tokenizer.tokenizer), answers)
         if not answers.left_padding:
             notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
     with new_folder(path, frozenset()) as fresh:
-        save_model(made.to(folding.dtype), fresh, max_shard_size)
-        tokenizer.made.save_pretrained(fresh)
+        save_model(classifier.to(folding.dtype), fresh, max_shard_size)
+        tokenizer.tokenizer.save_pretrained(fresh)
         if answers is not None:
             answers.write(fresh)
         description = injection.description()
@@ -123,14 +124,16 @@ def _checked(classify: Any, golden: Golden) -> Golden:
     Some model types count positions from the padding. Raises I2CLError if the classifier differs from the
     injected model in a batch padded on the right.
     """
-    some = golden.first(CHECKED_TEXTS)
-    outcome = verify_classifier(classify, some, ["right"])
+    golden_texts = golden.first(CHECKED_TEXTS)
+    outcome = verify_classifier(classify, golden_texts, ["right"])
     if not outcome.passed:
         raise I2CLError(
             f"the classifier differs from the injected model by {outcome.worst:.1e} in a probability "
             f"(tolerance {golden.tolerance:.0e}), so it was not written: {USE_CAUSAL_LM}"
         )
-    return golden.model_copy(update={"left_padding": verify_classifier(classify, some, ["left"]).passed})
+    return golden.model_copy(
+        update={"left_padding": verify_classifier(classify, golden_texts, ["left"]).passed}
+    )
 
 
 def add_classification_head(
@@ -149,8 +152,8 @@ def add_classification_head(
     model = _empty_classifier(folding.config, count)
     new = {name: tensor for name, tensor in model.state_dict().items() if name not in folding.shapes}
     if len(new) != 1 or next(iter(new.values())).shape[:1] != (count,):
-        what = f"the head of {type(model).__name__} is not a linear map without bias"
-        raise I2CLError(f"{what}: {USE_CAUSAL_LM}")
+        problem = f"the head of {type(model).__name__} is not a linear map without bias"
+        raise I2CLError(f"{problem}: {USE_CAUSAL_LM}")
     rows, offsets = label_rows(folding, injection)
     if offsets.abs().max() > 0:
         direction = constant_direction(folding, model)
@@ -236,8 +239,8 @@ def add_prior_layer(
     count, width = rows.shape
     room = min(config.intermediate_size, width - 1) if config.model_type == "llama" else 0
     if room < count or folding.dtype == torch.float16:
-        what = "labels have a prior or offsets, and this model's classification head cannot hold them"
-        raise I2CLError(f"{what}: {DROP_PRIOR}")
+        problem = "labels have a prior or offsets, and this model's classification head cannot hold them"
+        raise I2CLError(f"{problem}: {DROP_PRIOR}")
     model = _empty_classifier(config, count, extra_layers=1)
     layer = f"model.layers.{config.num_hidden_layers}"
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -267,7 +270,7 @@ class TemplateTokenizer:
         line: what the prompts have after the template's query (`LabelTokens.line`).
 
     Attributes:
-        made: the tokenizer.
+        tokenizer: the tokenizer with the template added.
 
     Raises:
         I2CLError: if no form gives the ids of the prompt for all `PROBES`.
@@ -275,19 +278,20 @@ class TemplateTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, line: str = "") -> None:
         self._encoder, self._template, self._line = PromptEncoder.of(tokenizer), template, line
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        base = getattr(tokenizer, "backend_tokenizer", None)
         (prompt,) = self._prompts(PROBES[:1])
-        inner = () if backend is None else _inner_tokenizers(backend, template.head, template.middle + line)
-        for made in (_with_ids(one, prompt, PROBES[0]) for one in inner):
-            if made is not None:
-                self.made = _fast(made, tokenizer)
+        inner = () if base is None else _inner_tokenizers(base, template.head, template.middle + line)
+        for backend in inner:
+            with_template = _with_ids(backend, prompt, PROBES[0])
+            if with_template is not None:
+                self.tokenizer = _fast(with_template, tokenizer)
                 if self.encodes(PROBES):
                     return
         raise I2CLError(f"the tokenizer cannot hold this prompt template exactly: {USE_CAUSAL_LM}")
 
     def encodes(self, texts: Sequence[str]) -> bool:
         """Return whether it encodes raw texts to the ids of their prompts."""
-        return [tuple(ids) for ids in self.made(list(texts))["input_ids"]] == self._prompts(texts)
+        return [tuple(ids) for ids in self.tokenizer(list(texts))["input_ids"]] == self._prompts(texts)
 
     def _prompts(self, texts: Sequence[str]) -> list[Ids]:
         query, literal = self._template.query, self._encoder.literal
@@ -300,28 +304,28 @@ def _inner_tokenizers(backend: Tokenizer, before: str, after: str) -> Iterator[T
     trailing = after[: len(after) - len(after.lstrip())]
     # first with a leading space, which most tokenizers join to the next word
     for lead, tail in dict.fromkeys((lead, tail) for tail in ("", trailing) for lead in (leading, "")):
-        made = Tokenizer.from_str(backend.to_str())
-        made.no_padding()
-        made.no_truncation()
-        made.encode_special_tokens = True
+        inner = Tokenizer.from_str(backend.to_str())
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True
         steps: list[normalizers.Normalizer] = [normalizers.Prepend(lead)] if lead else []
         steps += [normalizers.Replace(Regex(r"\z"), tail)] if tail else []
-        steps += [made.normalizer] if made.normalizer is not None else []
+        steps += [inner.normalizer] if inner.normalizer is not None else []
         if steps:
-            made.normalizer = normalizers.Sequence(steps)
-        yield made
+            inner.normalizer = normalizers.Sequence(steps)
+        yield inner
 
 
 def _with_ids(inner: Tokenizer, prompt: Ids, text: str) -> Tokenizer | None:
     """Add the prompt's ids around those of the text; None if the text's ids are not part of the prompt's."""
     ids = tuple(inner.encode(text, add_special_tokens=False).ids)
     starts = range(len(prompt) - len(ids) + 1)
-    start = next((one for one in starts if prompt[one : one + len(ids)] == ids), None)
+    start = next((start for start in starts if prompt[start : start + len(ids)] == ids), None)
     if start is None:
         return None
     pieces = {"i2cl_before": prompt[:start], "i2cl_after": prompt[start + len(ids) :]}
     special = [
-        {"id": name, "ids": list(piece), "tokens": [inner.id_to_token(one) for one in piece]}
+        {"id": name, "ids": list(piece), "tokens": [inner.id_to_token(token) for token in piece]}
         for name, piece in pieces.items()
     ]
     inner.post_processor = TemplateProcessing(single="i2cl_before $A i2cl_after", special_tokens=special)
@@ -330,7 +334,7 @@ def _with_ids(inner: Tokenizer, prompt: Ids, text: str) -> Tokenizer | None:
 
 def _fast(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
     """Wrap a tokenizer for transformers, with the special tokens of the base model's."""
-    named = tokenizer.special_tokens_map.items()
+    special_tokens = tokenizer.special_tokens_map.items()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         model_max_length=tokenizer.model_max_length,
@@ -338,7 +342,7 @@ def _fast(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedT
         truncation_side="right",
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
-        **{name: str(token) for name, token in named if isinstance(token, str)},
+        **{name: str(token) for name, token in special_tokens if isinstance(token, str)},
     )
 
 

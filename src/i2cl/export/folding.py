@@ -130,20 +130,20 @@ class Folding:
             tensors: tensors by name that replace those of the folded model.
         """
         with no_init_weights():
-            made = auto_class.from_config(config or self.config, dtype=self.dtype)
+            model = auto_class.from_config(config or self.config, dtype=self.dtype)
         with torch.no_grad():
-            for name, parameter in made.state_dict().items():
-                if name not in made.all_tied_weights_keys:
+            for name, parameter in model.state_dict().items():
+                if name not in model.all_tied_weights_keys:
                     parameter.copy_(tensors[name] if name in tensors else self.tensor(name))
-        made.tie_weights()
-        return made.eval()
+        model.tie_weights()
+        return model.eval()
 
     def _fold(self, injection: Injection) -> None:
         """Fill `constants` and `scales`."""
         added, betas = added_and_scales(injection)
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
-        if (own := (added.shape[0], added.shape[2])) != shape:
-            problem = f"this injection is for (layers, width) {own}, the model has {shape}"
+        if (sizes := (added.shape[0], added.shape[2])) != shape:
+            problem = f"this injection is for (layers, width) {sizes}, the model has {shape}"
             raise I2CLError(f"{problem}: fit it again")
         for layer, pair in enumerate(output_projections(self.model)):
             for sublayer, name in enumerate(pair):
@@ -153,8 +153,10 @@ class Folding:
                 if bias not in self.shapes and self.config.model_type in PARALLEL_BLOCKS:
                     bias = f"{pair[1 - sublayer]}.bias"
                 if bias not in self.shapes:
-                    what = f"its {('attention', 'MLP')[sublayer]} has no bias, and its config cannot add one"
-                    raise _refusal(self.source_config.model_type, what)
+                    problem = (
+                        f"its {('attention', 'MLP')[sublayer]} has no bias, and its config cannot add one"
+                    )
+                    raise _refusal(self.source_config.model_type, problem)
                 self.constants[bias] = self.constants.get(bias, 0.0) + added[layer, sublayer]
 
 
@@ -170,8 +172,8 @@ def output_projections(model: PreTrainedModel) -> list[tuple[str, str]]:
 
 def _last_linear(sublayer: nn.Module, config: PreTrainedConfig) -> nn.Module:
     if "Norm" in type(sublayer).__name__:
-        what = "its blocks normalize the output of a sublayer, and no weight can add a vector after that"
-        raise _refusal(config.model_type, what)
+        problem = "its blocks normalize the output of a sublayer, and no weight can add a vector after that"
+        raise _refusal(config.model_type, problem)
     modules = dict(sublayer.named_modules())
     if any(re.search("expert|router", name) for name in modules):
         raise _refusal(config.model_type, "it is a mixture of experts, whose output no bias is added to")
@@ -212,8 +214,8 @@ def _obstacles(config: PreTrainedConfig, target: str) -> Iterator[str]:
 
 
 def _converted_config(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
-    known = AutoConfig.for_model(target).to_dict().keys() - {"architectures", "model_type"}
-    fields = {name: value for name, value in source.to_dict().items() if name in known}
+    target_fields = AutoConfig.for_model(target).to_dict().keys() - {"architectures", "model_type"}
+    fields = {name: value for name, value in source.to_dict().items() if name in target_fields}
     original = getattr(source, "original_max_position_embeddings", None)
     if original is not None and fields["rope_parameters"].get("rope_type") == "longrope":
         fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
@@ -238,14 +240,14 @@ def _source_of(name: str, config: PreTrainedConfig) -> tuple[str, Callable[[Tens
         # Scaled by sqrt(d), unlike the LM head: https://github.com/huggingface/transformers/pull/29402
         return name, lambda weight: (weight.float() * float(config.hidden_size) ** 0.5).to(weight.dtype)
     if config.model_type == "phi3" and name.endswith(".weight"):
-        head, wide = _head_width(config), config.intermediate_size
+        head, mlp_width = _head_width(config), config.intermediate_size
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
         parts = {
             "q_proj": ("qkv_proj", 0, queries),
             "k_proj": ("qkv_proj", queries, keys),
             "v_proj": ("qkv_proj", queries + keys, keys),
-            "gate_proj": ("gate_up_proj", 0, wide),
-            "up_proj": ("gate_up_proj", wide, wide),
+            "gate_proj": ("gate_up_proj", 0, mlp_width),
+            "up_proj": ("gate_up_proj", mlp_width, mlp_width),
         }
         if module in parts:
             fused, start, length = parts[module]
@@ -271,9 +273,9 @@ def fold(decoder: Decoder, injection: Injection) -> PreTrainedModel:
     Raises:
         I2CLError: if the model type or the injection cannot be folded.
     """
-    made = Folding(decoder, injection, force=True).build(AutoModelForCausalLM)
-    made.generation_config = copy.deepcopy(decoder.model.generation_config)
-    return cast("PreTrainedModel", made.to(decoder.model.device))
+    model = Folding(decoder, injection, force=True).build(AutoModelForCausalLM)
+    model.generation_config = copy.deepcopy(decoder.model.generation_config)
+    return cast("PreTrainedModel", model.to(decoder.model.device))
 
 
 def save_model(model: PreTrainedModel, folder: Path, max_shard_size: int | str) -> None:
@@ -319,8 +321,8 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
     require_foldable(injection)
     labels = injection.scorer(decoder).labels
     if labels.full:
-        what = "labels that share their first token are scored as full sequences, which no export can hold"
-        raise I2CLError(f"{what}: fit it again with scoring='words', or {USE_HOOKS}")
+        problem = "labels that share their first token are scored as full sequences, which no export can hold"
+        raise I2CLError(f"{problem}: fit it again with scoring='words', or {USE_HOOKS}")
     return labels
 
 
@@ -332,5 +334,5 @@ def require_foldable(injection: Injection) -> None:
             f"an injection into block outputs (sublayers=hidden) is not a bias of a layer: {hint}"
         )
     if injection.positions != "all":
-        what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
-        raise I2CLError(f"{what}: fit one with positions 'all', or {USE_HOOKS}")
+        problem = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
+        raise I2CLError(f"{problem}: fit one with positions 'all', or {USE_HOOKS}")

@@ -201,24 +201,24 @@ def adjacent_pairs(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, 
 
 def _require_llama(config: PreTrainedConfig, source: str) -> None:
     if config.model_type != "llama":
-        what = f"folds into a {config.model_type!r}, and only a 'llama' can be written as GGUF"
+        problem = f"folds into a {config.model_type!r}, and only a 'llama' can be written as GGUF"
     elif config.hidden_act not in {"silu", "swish"}:
-        what = f"has the activation {config.hidden_act!r}, and llama.cpp's class with biases only has silu"
+        problem = f"has the activation {config.hidden_act!r}, and llama.cpp's class with biases only has silu"
     else:
         return
-    raise I2CLError(f"a {source!r} model {what}: {USE_CLASSIFIER}")
+    raise I2CLError(f"a {source!r} model {problem}: {USE_CLASSIFIER}")
 
 
 def _rotary(config: Any) -> tuple[Float[Tensor, " pairs"] | None, float]:
     """Return divisors of the plain frequencies, as transformers has them for short texts, and the scaling."""
-    made, head = LlamaRotaryEmbedding(config), config.head_dim
+    rotary, head = LlamaRotaryEmbedding(config), config.head_dim
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head, 2).double() / head)
-    scaled = made.inv_freq.double().cpu()
+    scaled = rotary.inv_freq.double().cpu()
     if scaled.shape != plain.shape:
-        what = "its rotary embedding is partial, which llama.cpp's Llama does not support"
-        raise I2CLError(f"{what}: {USE_CLASSIFIER}")
+        problem = "its rotary embedding is partial, which llama.cpp's Llama does not support"
+        raise I2CLError(f"{problem}: {USE_CLASSIFIER}")
     factors = plain / scaled
-    return (None if (factors - 1).abs().max() < 1e-5 else factors.float()), float(made.attention_scaling)
+    return (None if (factors - 1).abs().max() < 1e-5 else factors.float()), float(rotary.attention_scaling)
 
 
 def tokenizer_fields(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str, Any]:
@@ -272,8 +272,8 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str,
     return fields
 
 
-def _refusal(what: str) -> I2CLError:
-    return I2CLError(f"{what}, which llama.cpp does not support: {USE_CLASSIFIER}")
+def _refusal(problem: str) -> I2CLError:
+    return I2CLError(f"{problem}, which llama.cpp does not support: {USE_CLASSIFIER}")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:

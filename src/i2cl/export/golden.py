@@ -1,4 +1,4 @@
-"""Golden answers of an export: some texts, and what the injected model answers.
+"""Golden answers of an export: sample texts, and the answers of the injected model.
 
 An export stores them, so that any program that runs it can be checked against the injected model.
 """
@@ -98,8 +98,8 @@ class Golden(pydantic.BaseModel):
                 raise I2CLError(f"{str(export)!r} has no {GOLDEN}: {hint}")
             return cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            what = f"the {GOLDEN} of {str(export)!r} cannot be read ({first_problem(error)})"
-            raise I2CLError(f"{what}: export it again") from None
+            problem = f"the {GOLDEN} of {str(export)!r} cannot be read ({first_problem(error)})"
+            raise I2CLError(f"{problem}: export it again") from None
 
 
 def make_golden(decoder: Decoder, injection: Injection) -> Golden:
@@ -116,22 +116,24 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     scorer = injection.scorer(decoder)
     prompts = [scorer.prompt(text) for text in TEXTS]
     ids = decoder.encoder(prompts)
-    whole = [row for row, kept in enumerate(scorer.queries(TEXTS)) if kept == ids[row]]
-    if not whole:
+    fitting = [row for row, query in enumerate(scorer.queries(TEXTS)) if query == ids[row]]
+    if not fitting:
         raise I2CLError("no golden text fits into the context: leave them out with --no-golden")
     if decoder.model.dtype != torch.float32:
         model = copy.deepcopy(decoder.model).float()
         decoder = Decoder(model, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
-    texts, alone = [TEXTS[row] for row in whole], injection.llm_alone()
+    texts = [TEXTS[row] for row in fitting]
+    llm_alone = injection.llm_alone()
+    log_probs = llm_alone.log_probs(decoder, texts, force=True)
     return Golden(
         labels=list(injection.task.labels),
         label_tokens=list(labels.representatives),
         label_bias=list(injection.label_bias or ()),
         temperature=injection.temperature,
         texts=texts,
-        prompts=[prompts[row] for row in whole],
-        ids=[list(ids[row]) for row in whole],
-        probabilities=alone.head.probabilities(alone.log_probs(decoder, texts, force=True).double()).tolist(),
+        prompts=[prompts[row] for row in fitting],
+        ids=[list(ids[row]) for row in fitting],
+        probabilities=llm_alone.head.probabilities(log_probs.double()).tolist(),
         multi_label=injection.task.multi_label,
     )
 
@@ -141,7 +143,7 @@ class Verification:
     """How a program that runs an export compares with the injected model.
 
     Attributes:
-        labels: expected and found label of each text.
+        labels: expected and actual label of each text.
         worst: largest difference of a probability; infinite if one is not a number.
         tolerance: maximum difference.
         retokenized: prompts to which the program's tokenizer gives other token ids.
@@ -155,13 +157,13 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether labels and token ids agree, and probabilities do within the tolerance."""
-        same = all(expected == found for expected, found in self.labels)
-        return same and not self.retokenized and self.worst <= self.tolerance
+        same_labels = all(expected == actual for expected, actual in self.labels)
+        return same_labels and not self.retokenized and self.worst <= self.tolerance
 
 
 def compare(
     golden: Golden,
-    found: Float[Tensor, "texts labels"],
+    probabilities: Float[Tensor, "texts labels"],
     *,
     tolerance: float | None = None,
     ids: Sequence[Sequence[int]] | None = None,
@@ -170,16 +172,18 @@ def compare(
 
     Args:
         golden: expected answers.
-        found: probability of each label for each text.
+        probabilities: probability of each label for each text, by the program.
         tolerance: maximum difference of a probability; default: the export's.
         ids: token ids of the prompts by the program's tokenizer, if it has one.
     """
     expected = torch.tensor(golden.probabilities)
-    best, answered = ([golden.labels[place] for place in one.argmax(-1)] for one in (expected, found))
+    expected_labels, labels = (
+        [golden.labels[label] for label in rows.argmax(-1)] for rows in (expected, probabilities)
+    )
     encoded = zip(golden.prompts, golden.ids, ids or golden.ids, strict=True)
     return Verification(
-        labels=tuple(zip(best, answered, strict=True)),
-        worst=float((found - expected).abs().max().nan_to_num(float("inf"))),
+        labels=tuple(zip(expected_labels, labels, strict=True)),
+        worst=float((probabilities - expected).abs().max().nan_to_num(float("inf"))),
         tolerance=golden.tolerance if tolerance is None else tolerance,
-        retokenized=tuple(prompt for prompt, wanted, given in encoded if list(given) != wanted),
+        retokenized=tuple(prompt for prompt, golden_ids, own_ids in encoded if list(own_ids) != golden_ids),
     )

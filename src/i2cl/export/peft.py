@@ -79,12 +79,12 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
     peft = _peft()
     require_exportable(decoder, injection)
     if injection.scoring == "words":
-        what = "word-level scoring changes the LM head, which an adapter does not"
-        raise I2CLError(f"{what}: {USE_CLASSIFIER}")
+        problem = "word-level scoring changes the LM head, which an adapter does not"
+        raise I2CLError(f"{problem}: {USE_CLASSIFIER}")
     added, betas = added_and_scales(injection)
     if (betas != 1).any():
-        what = "an adapter cannot scale the output of a layer, as this injection does"
-        raise I2CLError(f"{what}: fit with --method anchored (the default), {USE_CLASSIFIER}")
+        problem = "an adapter cannot scale the output of a layer, as this injection does"
+        raise I2CLError(f"{problem}: fit with --method anchored (the default), {USE_CLASSIFIER}")
     empty: Any = skeleton(decoder.model.config)
     vectors = {
         name: added[layer, sublayer]
@@ -95,18 +95,18 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
     targets = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in vectors})
     transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in vectors)  # Conv1D
     options = {"r": 1, "lora_alpha": 1, "lora_bias": True, "fan_in_fan_out": transposed}
-    made = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **options)
-    made.target_modules = targets  # PEFT makes it a set, whose order in files varies
-    made.base_model_name_or_path, made.revision = decoder.name, decoder.base.revision
-    made.inference_mode = True
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **options)
+    config.target_modules = targets  # PEFT makes it a set, whose order in files varies
+    config.base_model_name_or_path, config.revision = decoder.name, decoder.base.revision
+    config.inference_mode = True
     with warnings.catch_warnings(action="ignore"):  # about merging lora_bias
-        adapted = peft.get_peft_model(empty, made)
+        adapted = peft.get_peft_model(empty, config)
         state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     tensors = {}
     for name, like in state.items():
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.bias")
         tensors[name] = vectors[layer].contiguous() if layer in vectors else torch.zeros(like.shape)
-    return made, tensors
+    return config, tensors
 
 
 def _peft() -> Any:

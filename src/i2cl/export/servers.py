@@ -48,30 +48,31 @@ def verify_server(
     if not url.startswith(("http://", "https://")):
         raise I2CLError(f"{url!r} is not a server's URL: give one such as http://localhost:8000")
     if golden.form in {"causal-lm", "peft"} and task is None:
-        what = "this export is a language model, and a vLLM server is only checked if it classifies"
-        raise I2CLError(f"{what}: export with --to classifier, or name a task of the plugin with --task")
+        problem = "this export is a language model, and a vLLM server is only checked if it classifies"
+        raise I2CLError(f"{problem}: export with --to classifier, or name a task of the plugin with --task")
     root = url.rstrip("/").removesuffix("/classify").removesuffix("/v1")
     limit = max(SERVER_TOLERANCE, golden.tolerance) if tolerance is None else tolerance
     ids = None
     try:
         if golden.form == "gguf" and task is None:
             server = LlamaCpp(root)
-            logits = torch.tensor([server.log_probs(ids, golden.label_tokens) for ids in golden.ids])
-            found, ids = golden.label_probabilities(logits), [server.tokens(one) for one in golden.prompts]
+            logits = torch.tensor([server.log_probs(query, golden.label_tokens) for query in golden.ids])
+            probabilities = golden.label_probabilities(logits)
+            ids = [server.tokens(prompt) for prompt in golden.prompts]
         else:
             path = "/classify" if task is None else "/v1/i2cl/classify"
             name = task or model or _request(f"{root}/v1/models")["data"][0]["id"]
             reply = _request(f"{root}{path}", {"model": name, "input": golden.texts})
             answers = sorted(reply["data"], key=lambda answer: int(answer["index"]))
-            found = torch.tensor([[float(value) for value in answer["probs"]] for answer in answers])
+            probabilities = torch.tensor([[float(value) for value in answer["probs"]] for answer in answers])
     except I2CLError:
         raise
     except (KeyError, IndexError, TypeError, ValueError):
         raise I2CLError(f"{root} returns no probabilities: does the server run this export?") from None
-    if found.shape != (shape := (len(golden.texts), len(golden.labels))):
+    if probabilities.shape != (shape := (len(golden.texts), len(golden.labels))):
         sizes = f"{tuple(found.shape)} probabilities instead of {shape}"
         raise I2CLError(f"{root} returns {sizes}: does it run another model?")
-    return compare(golden, found, tolerance=limit, ids=ids)
+    return compare(golden, probabilities, tolerance=limit, ids=ids)
 
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
@@ -138,8 +139,8 @@ class LlamaCpp:
         body: dict[str, Any] = {"prompt": ids, "n_predict": 1, "n_probs": MAX_VOCABULARY}
         body["logit_bias"] = [[self.tokens("a")[-1], 1000.0]]
         (step,) = _request(f"{self.url}/completion", body)["completion_probabilities"]
-        found = {one["id"]: one["logprob"] for one in step["top_logprobs"]}
-        return [found[token] for token in tokens]
+        by_token = {token["id"]: token["logprob"] for token in step["top_logprobs"]}
+        return [by_token[token] for token in tokens]
 
 
 def _request(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -70,7 +70,7 @@ def verify_classifier(
     classify: Any, golden: Golden, sides: Sequence[str], *, tolerance: float | None = None
 ) -> Verification:
     """Classify the golden texts in transformers' pipeline, in batches padded on alternating sides."""
-    found = torch.zeros(len(golden.texts), len(golden.labels))
+    probabilities = torch.zeros(len(golden.texts), len(golden.labels))
     order = sorted(range(len(golden.texts)), key=lambda row: len(golden.ids[row]))
     options: dict[str, Any] = {"top_k": None, "batch_size": BATCH_SIZE}
     if not golden.multi_label:  # the pipeline then applies a sigmoid
@@ -79,6 +79,8 @@ def verify_classifier(
         rows = order[start : start + BATCH_SIZE]
         classify.tokenizer.padding_side = sides[start // BATCH_SIZE % len(sides)]
         for row, answer in zip(rows, classify([golden.texts[row] for row in rows], **options), strict=True):
-            scores = {one["label"]: one["score"] for one in answer}
-            found[row] = torch.tensor([scores.get(label, math.nan) for label in golden.labels])
-    return compare(golden, found, tolerance=tolerance, ids=classify.tokenizer(golden.texts)["input_ids"])
+            scores = {score["label"]: score["score"] for score in answer}
+            probabilities[row] = torch.tensor([scores.get(label, math.nan) for label in golden.labels])
+    return compare(
+        golden, probabilities, tolerance=tolerance, ids=classify.tokenizer(golden.texts)["input_ids"]
+    )

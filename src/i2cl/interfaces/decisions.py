@@ -140,22 +140,22 @@ def choose_labels(question: Question, task: _Task) -> list[int]:
     Levels with other names than the labels stand for labels that are numbers, in ascending order.
     """
     if question.kind == "predicate":
-        return _true_and_false(question, task)
+        return _true_and_false_labels(question, task)
     labels, count = task.labels, len(task.labels)
-    chosen = [_label_index(option, labels) for option in question.options]
-    if question.kind == "score" and None in chosen and (numbers := _as_numbers(labels)) is not None:
-        if len(chosen) != count:
+    matches = [_label_index(option, labels) for option in question.options]
+    if question.kind == "score" and None in matches and (numbers := _as_numbers(labels)) is not None:
+        if len(matches) != count:
             hint = f"send {count} levels, or levels that are its labels"
             raise _unknown_option(
                 question, f"task {task.name!r} has {count} levels ({_listed(labels)})", hint
             )
         return sorted(range(count), key=numbers.__getitem__)
-    if None in chosen:
-        missing = question.options[chosen.index(None)].words[0]
+    if None in matches:
+        missing = question.options[matches.index(None)].words[0]
         hint = "use its labels, or another question name to ask the base model"
         problem = f"task {task.name!r} has no label {missing!r} ({_listed(labels)})"
         raise _unknown_option(question, problem, hint)
-    indices = [index for index in chosen if index is not None]
+    indices = [index for index in matches if index is not None]
     if len({*indices}) < len(indices):
         problem = f"two options are the same label of task {task.name!r}"
         raise _unknown_option(question, problem, "remove one")
@@ -180,7 +180,7 @@ def _as_numbers(labels: Sequence[str]) -> list[float] | None:
         return None
 
 
-def _true_and_false(question: Question, task: _Task) -> list[int]:
+def _true_and_false_labels(question: Question, task: _Task) -> list[int]:
     """Return the indices of the labels for true and false.
 
     A description or the instructions may name the label; otherwise one label is a word such as "yes" or "no",
@@ -392,11 +392,11 @@ class DecisionRequest(Body):
                 raise RefusalError(400, "unsupported", problem, hint, param="input")
             messages.append(_parts_text(message.content, "input"))
         questions = []
-        for index, asked in enumerate(self.questions):
+        for index, item in enumerate(self.questions):
             param = f"questions[{index}]"
-            instructions = _parts_text(asked.instructions, param)
-            name, options = asked.name or "", asked.options()
-            questions.append(Question(asked.type, name, options, instructions, param, asked.answer))
+            instructions = _parts_text(item.instructions, param)
+            name, options = item.name or "", item.options()
+            questions.append(Question(item.type, name, options, instructions, param, item.answer))
         return "\n\n".join(messages), questions
 
     def respond(
@@ -514,10 +514,10 @@ class SystemoneRequest(Body):
                 raise RefusalError(400, "unsupported", message, "leave it out", param=field)
         context = f"{self.instructions}\n" if self.instructions else ""
         questions = []
-        for name, asked in self.questions.items():
-            instructions, param = context + text_of(asked.instructions), f"questions.{name}"
-            kind, options = KINDS[asked.type], asked.options()
-            questions.append(Question(kind, name, options, instructions, param, asked.answer))
+        for name, item in self.questions.items():
+            instructions, param = context + text_of(item.instructions), f"questions.{name}"
+            kind, options = KINDS[item.type], item.options()
+            questions.append(Question(kind, name, options, instructions, param, item.answer))
         return text_of(self.state), questions
 
     def respond(

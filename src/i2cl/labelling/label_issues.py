@@ -113,31 +113,31 @@ def out_of_fold_log_probs(
     A row whose label has no other text gets probability 1 for it: no refit could know the label.
     """
     groups = group_by_label(rows, len(task.labels))
-    kept = [label for label, group in enumerate(groups) if len({row.text for row in group}) > 1]
-    if len(kept) < 2:
+    reviewed = [label for label, group in enumerate(groups) if len({row.text for row in group}) > 1]
+    if len(reviewed) < 2:
         raise I2CLError("fewer than two labels have two texts or more: label more texts")
-    known = replace(task, labels=tuple(task.labels[label] for label in kept), train=(), test=())
-    relabelled = [replace(row, label=kept.index(row.label)) for row in rows if row.label in kept]
-    groups = group_by_label(relabelled, len(kept))
-    shown = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(seed))
+    reviewed_task = replace(task, labels=tuple(task.labels[label] for label in reviewed), train=(), test=())
+    relabelled = [replace(row, label=reviewed.index(row.label)) for row in rows if row.label in reviewed]
+    groups = group_by_label(relabelled, len(reviewed))
+    examples = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(seed))
     encoder = encoders.local_encoder()
     name, options = ("anchored+sentence_embeddings", {"encoder": encoder}) if encoder else ("anchored", {})
     (method,) = make_methods([name], options)
 
-    def refit(rest: tuple[Example, ...]) -> Predictor:
-        predictor = method.fit(decoder, known, rest, seed)
+    def refit(training_rows: tuple[Example, ...]) -> Predictor:
+        predictor = method.fit(decoder, reviewed_task, training_rows, seed)
         if progress is not None:
             progress(1)
         return predictor
 
-    predictor = cross_validate(known, shown, refit, folds, seed, rows=relabelled)
-    scored = [at for at, row in enumerate(rows) if row.label in kept and row.text in predictor.fold_of]
+    predictor = cross_validate(reviewed_task, examples, refit, folds, seed, rows=relabelled)
+    scored = [at for at, row in enumerate(rows) if row.label in reviewed and row.text in predictor.fold_of]
     scores = predictor.log_probs([rows[at].text for at in scored])
-    labels = np.array([kept.index(rows[at].label) for at in scored])
+    labels = np.array([reviewed.index(rows[at].label) for at in scored])
     temperature = likely_temperature(scores.numpy(), labels, *method.temperature_prior)
     log_probs = torch.full((len(rows), len(task.labels)), -torch.inf)
     log_probs[range(len(rows)), [row.label for row in rows]] = 0.0
-    log_probs[np.ix_(scored, kept)] = (scores / temperature).log_softmax(-1)
+    log_probs[np.ix_(scored, reviewed)] = (scores / temperature).log_softmax(-1)
     return log_probs
 
 
@@ -147,10 +147,10 @@ def find_label_issues(probabilities: Probabilities, labels: Labels) -> Bool[np.n
     A label is a candidate for a row if its probability reaches the mean probability that rows with that label
     have for it. The most probable candidate is favoured; rows without a candidate are not suspicious.
     """
-    own = probabilities[np.arange(len(labels)), labels]
+    given_label = probabilities[np.arange(len(labels)), labels]
     thresholds = np.full(probabilities.shape[1], np.inf)  # labels without a row are never candidates
     for label in np.unique(labels):
-        thresholds[label] = own[labels == label].mean()
+        thresholds[label] = given_label[labels == label].mean()
     candidates = np.where(probabilities >= thresholds, probabilities, 0)
     return np.asarray(candidates.any(1) & (candidates.argmax(1) != labels))
 
@@ -175,11 +175,11 @@ def near_duplicates(rows: Examples) -> dict[int, tuple[int, ...]]:
     vectors = CountVectorizer(analyzer="char_wb", ngram_range=NGRAMS).fit_transform(words)
     neighbours = NearestNeighbors(metric="cosine", radius=1 - MIN_SIMILARITY).fit(vectors)
     labels = np.array([row.label for row in rows])
-    found: dict[int, tuple[int, ...]] = {}
+    duplicates: dict[int, tuple[int, ...]] = {}
     for row, others in enumerate(neighbours.radius_neighbors(return_distance=False)):
         if different := tuple(sorted(others[labels[others] != labels[row]].tolist())):
-            found[row] = different
-    return found
+            duplicates[row] = different
+    return duplicates
 
 
 def _issue(

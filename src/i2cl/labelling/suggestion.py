@@ -91,14 +91,14 @@ def suggest(
     first_index: dict[str, int] = {}
     for index, text in enumerate(texts):
         first_index.setdefault(text_key(text), index)
-    taken = dict.fromkeys(map(text_key, labelled))
-    candidates = [index for key, index in first_index.items() if key not in taken]
+    labelled_keys = dict.fromkeys(map(text_key, labelled))
+    candidates = [index for key, index in first_index.items() if key not in labelled_keys]
     if not 1 <= n <= len(candidates):
         message = f"cannot suggest {n} of {len(candidates)} distinct texts without a label"
         raise I2CLError(message, "give more texts, or ask for fewer")
     if vectors is None:
         vectors = text_vectors(decoder, plain, texts, encoder, progress)
-    covered = vectors[[first_index[key] for key in taken if key in first_index]]
+    covered = vectors[[first_index[key] for key in labelled_keys if key in first_index]]
     if others := [text for text in labelled if text_key(text) not in first_index]:
         covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
     chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
@@ -137,8 +137,8 @@ def text_vectors(
     scorer, layer = LabelScorer(decoder, task), round(STATE_DEPTH * (decoder.layers - 1))
     pooled = decoder.tokenizer.is_fast  # others do not say which tokens belong to the text
 
-    def states(some: Sequence[str]) -> Tensor:
-        return query_states(scorer, some, [layer], pooled=pooled)[:, 0, -1]
+    def states(batch: Sequence[str]) -> Tensor:
+        return query_states(scorer, batch, [layer], pooled=pooled)[:, 0, -1]
 
     vectors = torch.cat(list(in_parts(states, texts, encoders.PROGRESS_TEXTS, progress)))
     return torch.nn.functional.normalize(vectors, dim=-1).numpy()

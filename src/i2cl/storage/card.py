@@ -280,13 +280,13 @@ def describe_llm_alone(description: Mapping[str, Any]) -> str:
 
 def _label_f1(evaluation: Mapping[str, Any]) -> str:
     """Describe F1 and number of rows of each label of a multi-label task, lowest F1 first."""
-    scores = {label: one["f1"] for label, one in evaluation["labels"].items() if one is not None}
+    f1 = {label: scores["f1"] for label, scores in evaluation["labels"].items() if scores is not None}
     listed = [
-        f"{label} {scores[label]:.2f} ({evaluation['support'][label]} rows)"
-        for label in sorted(scores, key=lambda label: scores[label])
+        f"{label} {f1[label]:.2f} ({evaluation['support'][label]} rows)"
+        for label in sorted(f1, key=f1.__getitem__)
     ]
     more = f" and {len(listed) - MAX_RECALLS} more labels" if len(listed) > MAX_RECALLS else ""
-    absent = [label for label, one in evaluation["labels"].items() if one is None]
+    absent = [label for label, scores in evaluation["labels"].items() if scores is None]
     unseen = f"; no row has {', '.join(absent)}" if absent else ""
     how = "chosen by F1 on the other half of these rows" if evaluation["threshold"] == "f1" else "0.5"
     return f"F1 per label at a threshold {how}: {', '.join(listed[:MAX_RECALLS])}{more}{unseen}"
@@ -367,31 +367,31 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
 
 def score_table(evaluation: Mapping[str, Any]) -> tuple[str, list[dict[str, str]]]:
     """Return a table of the methods of an evaluation: its heading, and rows of cells by column."""
-    where = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
-    others = {"macro-F1": "macro_f1"}
+    row_kind = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
+    more_scores = {"macro-F1": "macro_f1"}
     if "labels_per_row" in evaluation:
         measure, key = "Micro-F1", "micro_f1"
-        where += f", {evaluation['labels_per_row']:.2f} labels per row"
-        others |= {"mAP": "mean_average_precision", "exact": "exact_match"}
+        row_kind += f", {evaluation['labels_per_row']:.2f} labels per row"
+        more_scores |= {"mAP": "mean_average_precision", "exact": "exact_match"}
     else:
         measure, key = "Accuracy", "accuracy"
     column = f"{measure[0].lower()}{measure[1:]} (95 %)"
     rows = [
-        {"method": name, column: f"{one[key]:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
-        | {other: f"{one[score]:.3f}" for other, score in others.items()}
-        | {"fit s": f"{one['fit_seconds']:.1f}", "ms/query": _milliseconds(one)}
-        | {"bytes": f"{one['cached_bytes']:.0f}"}
-        for name, one in evaluation["methods"].items()
+        {"method": name, column: f"{result[key]:.3f} ({result['low']:.3f}–{result['high']:.3f})"}
+        | {heading: f"{result[score]:.3f}" for heading, score in more_scores.items()}
+        | {"fit s": f"{result['fit_seconds']:.1f}", "ms/query": _milliseconds(result)}
+        | {"bytes": f"{result['cached_bytes']:.0f}"}
+        for name, result in evaluation["methods"].items()
     ]
     empty = dict.fromkeys(rows[0], "")
     rows += [empty | {"method": name, column: "not run"} for name in evaluation["not_run"]]
-    return f"{measure} with 95 % interval on {where}:", rows
+    return f"{measure} with 95 % interval on {row_kind}:", rows
 
 
 def score_notes(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences about `score_table`: why methods were not run, and the scores of the labels."""
-    for name, why in evaluation["not_run"].items():
-        yield f"{name} was not run: {why}."
+    for name, reason in evaluation["not_run"].items():
+        yield f"{name} was not run: {reason}."
     if labels := evaluation.get("not_evaluated"):
         yield _not_evaluated(labels)
     if any("batch_calibration" in name for name in evaluation["methods"]):
@@ -402,7 +402,7 @@ def score_notes(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def confidence_notes(description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences about the weights of the members, the calibration, and the confidence threshold."""
+    """Yield sentences about the experts' weights, the calibration, and the confidence threshold."""
     evaluation = description["evaluation"]
     if gain := _llm_gain(evaluation):
         yield f"{gain}."

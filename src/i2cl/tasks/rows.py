@@ -147,8 +147,8 @@ def read_labelled(
         I2CLError: if the file cannot be read, or has unusable rows; the message names all of them.
     """
     if not is_row_file(path):
-        known = ", ".join(ROW_SUFFIXES)
-        raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {known}")
+        suffixes = ", ".join(ROW_SUFFIXES)
+        raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {suffixes}")
     bad = BadRows(str(path))
     rows: list[Row] = []
     total = 0

@@ -85,9 +85,9 @@ def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
 
 def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Random) -> tuple[Example, ...]:
     """Draw ``quotas[c]`` different rows from every group c, and shuffle them."""
-    chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
-    rng.shuffle(chosen)
-    return tuple(chosen)
+    rows = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
+    rng.shuffle(rows)
+    return tuple(rows)
 
 
 def sample_evenly(rows: Examples, classes: int, n: int, rng: Random) -> tuple[Example, ...]:
@@ -112,16 +112,16 @@ def sample_multi_label(rows: Examples, classes: int, shots: int, rng: Random) ->
     for number in rng.sample(range(len(rows)), len(rows)):
         for label in rows[number].ids or (classes,):
             groups[label].append(number)
-    chosen: dict[int, None] = {}
+    drawn_numbers: dict[int, None] = {}
     for group in sorted(groups, key=len):
-        missing = shots - sum(number in chosen for number in group)
-        fresh = [number for number in group if number not in chosen]
-        chosen |= dict.fromkeys(fresh[: max(0, missing)])
+        missing = shots - sum(number in drawn_numbers for number in group)
+        fresh = [number for number in group if number not in drawn_numbers]
+        drawn_numbers |= dict.fromkeys(fresh[: max(0, missing)])
     for label in range(classes):
-        if all(label in rows[number].ids for number in chosen):
+        if all(label in rows[number].ids for number in drawn_numbers):
             others = [number for number, row in enumerate(rows) if label not in row.ids]
-            chosen |= dict.fromkeys(rng.sample(others, min(shots, len(others))))
-    drawn = [rows[number] for number in chosen]
+            drawn_numbers |= dict.fromkeys(rng.sample(others, min(shots, len(others))))
+    drawn = [rows[number] for number in drawn_numbers]
     rng.shuffle(drawn)
     return tuple(drawn)
 

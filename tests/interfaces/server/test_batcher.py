@@ -178,7 +178,7 @@ def test_late_and_cancelled_requests_do_not_run(batcher_with_task, busy_model):
 def test_requests_beyond_the_queue_bound_are_refused(batcher_with_task, busy_model):
     batcher, store = batcher_with_task
     rows = store.queries("a", [TEXTS[0]])[1]
-    batcher.bound = 3 * rows[0].tokens
+    batcher.max_tokens = 3 * rows[0].tokens
     tickets = [batcher.submit(rows, far_deadline()) for _ in range(2)]
     busy = catch_refusal("queue is full", batcher.submit, rows, far_deadline())
     assert (busy.status, busy.headers["Retry-After"]) == (429, "1")

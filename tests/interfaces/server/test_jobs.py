@@ -117,7 +117,7 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
     def stop_at_fourth(rows):
         calls.append(len(rows))
         if len(calls) == 4:
-            service.batcher.stops = True  # as in a kill: no event is recorded
+            service.batcher.is_stopping = True  # as in a kill: no event is recorded
             raise jobs.FitStoppedError
         return whole(rows)
 

@@ -46,14 +46,14 @@ class Ticket:
     rows: Sequence[TaskQuery]
     deadline: float  # by `time.monotonic`; rows that have not started by then do not run
     large: bool  # whether the rows run in slices
-    since: float = field(default_factory=time.monotonic)
+    queued_at: float = field(default_factory=time.monotonic)
     # An outcome for each row. Only files have errors of single rows: a request fails as a whole.
     done: "Future[list[Outcome]]" = field(default_factory=Future)
-    begun: int = 0  # number of rows that have started
+    started_rows: int = 0  # number of rows that have started
     outcomes: "list[Outcome]" = field(default_factory=list)
 
     @property
-    def counted(self) -> bool:
+    def is_request(self) -> bool:
         """True for requests, which count towards the queue limit; parts of files do not."""
         return self.deadline < float("inf")
 
@@ -66,15 +66,15 @@ class Ticket:
 class Batcher:
     """Runs rows of many tasks in mixed batches."""
 
-    def __init__(self, pool: InjectionPool, bound: int, observer: Any) -> None:
+    def __init__(self, pool: InjectionPool, max_tokens: int, observer: Any) -> None:
         """Start the thread.
 
         Args:
             pool: scores the rows.
-            bound: maximum number of tokens in queued and running requests.
-            observer: an `i2cl.interfaces.server.guard.Metrics`, told about every batch.
+            max_tokens: maximum number of tokens in queued and running requests.
+            observer: an `i2cl.interfaces.server.guard.Metrics`; its ``batch`` is called after every batch.
         """
-        self.pool, self.bound = pool, bound
+        self.pool, self.max_tokens = pool, max_tokens
         self.waiting = 0  # tokens in queued and running requests
         # The error that ended the model thread. Set before the pending requests fail.
         self.failure: BaseException | None = None
@@ -86,8 +86,8 @@ class Batcher:
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._batch: Sequence[Ticket] = ()  # tickets with rows in the running batch
         self._future: Future[Any] | None = None  # of the running work
-        self._slice_is_next = False  # whether a slice is next
-        self.stops = False  # whether new work is refused
+        self._slice_is_next = False  # large tickets take turns with small ones
+        self.is_stopping = False  # whether new work is refused
         self._last_small_request = float("-inf")  # time of the last small request
         self._work_is_running = False
         self._work_resumed_at = 0.0  # when the running work began, or ended its last pause
@@ -101,15 +101,15 @@ class Batcher:
         return self._thread.is_alive() and self.failure is None
 
     def require_room(self, tokens: int = 0) -> None:
-        """Raise RefusalError if a request cannot be queued: 413 if it exceeds the bound, 429 if the queue is
+        """Raise RefusalError if a request cannot be queued: 413 if it exceeds the limit, 429 if the queue is
         full, 503 during shutdown or if the model thread has died.
         """
         self.require_running()
-        if tokens > self.bound:
-            what = f"the request takes {tokens} tokens, but the queue holds {self.bound}"
+        if tokens > self.max_tokens:
+            message = f"the request takes {tokens} tokens, but the queue holds {self.max_tokens}"
             hint = "send fewer texts at a time, or a file to /v1/batches"
-            raise RefusalError(413, "request_too_long", what, hint)
-        if self.waiting and self.waiting + tokens >= self.bound:
+            raise RefusalError(413, "request_too_long", message, hint)
+        if self.waiting and self.waiting + tokens >= self.max_tokens:
             seconds = max(1, round(self.waiting / self._rate)) if self._rate else 1
             raise busy(429, f"the queue is full ({self.waiting} tokens)", seconds)
 
@@ -117,7 +117,7 @@ class Batcher:
         """Raise RefusalError (503) during shutdown, or if the model thread has died."""
         if self.failure is not None:
             raise model_failed()
-        if self.stops:
+        if self.is_stopping:
             raise stopping()
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
@@ -128,12 +128,12 @@ class Batcher:
             tokens = sum(row.tokens for row in rows)
             self.require_room(tokens)
             ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE_SHARE)
-            self._last_small_request = self._last_small_request if ticket.large else ticket.since
+            self._last_small_request = self._last_small_request if ticket.large else ticket.queued_at
             self.waiting += tokens
             return self._enqueue(ticket)
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
-        """Queue rows of a file, without a deadline and not counted towards the bound.
+        """Queue rows of a file, without a deadline; they do not count towards the limit.
 
         ``large=False`` runs them like a small request. Raises RefusalError (503), see `require_room`.
         """
@@ -166,20 +166,20 @@ class Batcher:
         """
         began = time.monotonic()
         ran = began - self._work_resumed_at
-        while not self.stops and (self._small or self._large):
-            self._turn()
+        while not self.is_stopping and (self._small or self._large):
+            self._run_next_batch()
             if time.monotonic() - began >= ran:
                 break
-        if self.stops:
+        if self.is_stopping:
             raise FitStoppedError
         self._work_resumed_at = time.monotonic()
 
     def stop(self) -> None:
         """Refuse new work, finish queued requests, then end the thread. Files and fits are interrupted."""
         with self._changed:
-            self.stops = True
+            self.is_stopping = True
             for _, _, ticket in self._large:
-                if not ticket.counted:
+                if not ticket.is_request:
                     ticket.done.cancel()
             self._changed.notify()
 
@@ -195,8 +195,8 @@ class Batcher:
 
     def _enqueue(self, ticket: Ticket) -> Ticket:
         heap = self._large if ticket.large else self._small
-        before = min(ticket.deadline, ticket.since + MAX_FILE_WAIT_SECONDS)
-        heapq.heappush(heap, (before, next(self._sequence), ticket))
+        priority = min(ticket.deadline, ticket.queued_at + MAX_FILE_WAIT_SECONDS)
+        heapq.heappush(heap, (priority, next(self._sequence), ticket))
         self._changed.notify()
         return ticket
 
@@ -228,18 +228,18 @@ class Batcher:
     def _loop(self) -> None:
         while self.failure is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._small or self._large or self._work or self.stops)
-                work = self._work.popleft() if self._work and not self.stops else None
-                if self.stops and not (self._small or self._large):
+                self._changed.wait_for(lambda: self._small or self._large or self._work or self.is_stopping)
+                work = self._work.popleft() if self._work and not self.is_stopping else None
+                if self.is_stopping and not (self._small or self._large):
                     for _, future in self._work:
                         future.cancel()
                     return
             if work is not None:
                 self._run_work(*work)
             else:
-                self._turn()
+                self._run_next_batch()
 
-    def _turn(self) -> None:
+    def _run_next_batch(self) -> None:
         """Run one batch: small requests and slices of large ones take turns.
 
         `_score` handles errors of the model. Any other error is a bug in this class, after which its state
@@ -270,7 +270,7 @@ class Batcher:
                 self._store_outcomes(ticket, [next(outcomes) for _ in part])
             self._batch = ()
         tasks = len({id(row.task) for row in rows})
-        waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
+        waited = [started - ticket.queued_at for ticket, part in chosen if ticket.started_rows == len(part)]
         self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
 
     def _run_work(self, work: Callable[[], Any], future: "Future[Any]") -> None:
@@ -290,29 +290,29 @@ class Batcher:
     def _take_batch(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Take the rows of a batch, by deadline. Late and cancelled tickets are dropped."""
         now = time.monotonic()
-        full = heap is self._small or not (
+        use_full_batch = heap is self._small or not (
             self._work_is_running or now - self._last_small_request < QUIET_SECONDS
         )
-        budget = self.pool.decoder.token_budget if full else self.slice
+        budget = self.pool.decoder.token_budget if use_full_batch else self.slice
         chosen: list[tuple[Ticket, Sequence[TaskQuery]]] = []
         longest = rows = 0
         while heap:
             ticket = heap[0][2]
-            if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
+            if ticket.done.done() or (not ticket.started_rows and ticket.deadline < now):
                 heapq.heappop(heap)
                 if not ticket.done.done():
                     self._fail(ticket, deadline_passed())
                 continue
             taken = 0
-            for row in ticket.rows[ticket.begun :]:
-                wide = max(longest, row.tokens)
-                if rows and wide * (rows + 1) > budget:
+            for row in ticket.rows[ticket.started_rows :]:
+                width = max(longest, row.tokens)
+                if rows and width * (rows + 1) > budget:
                     break
-                longest, rows, taken = wide, rows + 1, taken + 1
+                longest, rows, taken = width, rows + 1, taken + 1
             if taken:
-                chosen.append((ticket, ticket.rows[ticket.begun : ticket.begun + taken]))
-                ticket.begun += taken
-            if ticket.begun < len(ticket.rows):
+                chosen.append((ticket, ticket.rows[ticket.started_rows : ticket.started_rows + taken]))
+                ticket.started_rows += taken
+            if ticket.started_rows < len(ticket.rows):
                 break
             heapq.heappop(heap)
         return chosen
@@ -341,7 +341,7 @@ class Batcher:
     def _store_outcomes(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():
             return
-        if ticket.counted:
+        if ticket.is_request:
             if refusal := next((answer for answer in answers if isinstance(answer, RefusalError)), None):
                 self._fail(ticket, refusal)
                 return
@@ -358,5 +358,5 @@ class Batcher:
 
     def _end(self, ticket: Ticket) -> None:
         """Release the tokens that an abandoned request has reserved."""
-        if not ticket.done.done() and ticket.counted:
+        if not ticket.done.done() and ticket.is_request:
             self.waiting -= ticket.tokens

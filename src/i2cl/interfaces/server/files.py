@@ -66,7 +66,7 @@ def read_lines(
     """
     count, size = 0, 0
     labels: dict[str, int] = {}  # number of labels of each task
-    refused: list[str] = []
+    errors: list[str] = []
     blank: list[str] = []
     for number, text in _nonblank_lines(body):
         try:
@@ -76,7 +76,7 @@ def read_lines(
         except RefusalError as error:
             raise error.at(f"line {number}") from None
         except I2CLError as error:
-            refused.append(f"line {number}: {error}")
+            errors.append(f"line {number}: {error}")
         else:
             count += 1
             if is_blank(line.input):
@@ -88,17 +88,17 @@ def read_lines(
                 limit = f"{MAX_JOB_BYTES / 1e9:.1f} GB"
                 message = f"the file with its answers would exceed {limit} on line {number}"
                 raise RefusalError(413, "file_too_long", message, "split it")
-        if len(refused) == MAX_ERRORS:
+        if len(errors) == MAX_ERRORS:
             break
     if count == len(blank):
-        refused += blank[:MAX_ERRORS]
-    _raise_if_invalid(refused, count)
+        errors += blank[:MAX_ERRORS]
+    _raise_if_invalid(errors, count)
     return count, sorted(labels), size
 
 
-def _raise_if_invalid(refused: list[str], count: int) -> None:
-    if refused:
-        raise RefusalError(422, "bad_rows", refused[0], rows=refused)
+def _raise_if_invalid(errors: list[str], count: int) -> None:
+    if errors:
+        raise RefusalError(422, "bad_rows", errors[0], rows=errors)
     if not count:
         raise RefusalError(422, "bad_input", "the file has no lines", "send at least one")
 
@@ -147,7 +147,9 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
             ]
-            texts = (json.dumps(one, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for one in records)
+            texts = (
+                json.dumps(record, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for record in records
+            )
             journal.append("".join(texts).encode())
             done += len(chunk)
             failures += sum("error" in record for record in records)

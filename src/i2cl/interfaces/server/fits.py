@@ -105,15 +105,17 @@ def check(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path) -> 
     """
     task, drawn = read_task(decoder, tasks, request, folder)
     survey = Survey.from_task(task)
-    shown = islice(survey.contradictions.items(), MAX_SHOWN_CONTRADICTIONS)
-    most = drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, request.seed)
+    contradictions = islice(survey.contradictions.items(), MAX_SHOWN_CONTRADICTIONS)
+    demonstrations = drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, request.seed)
     data = survey.record() | {
-        "contradictions": [{"text": text[:SNIPPET_CHARACTERS], "labels": words} for text, words in shown],
+        "contradictions": [
+            {"text": text[:SNIPPET_CHARACTERS], "labels": words} for text, words in contradictions
+        ],
         "contradicting": len(survey.contradictions),
         "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
         "most_tokens": decoder.max_length,
     }
-    rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(most)}
+    rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
     return {"object": "check", "labels": list(task.labels), **rows, "data": data}
 
 
@@ -172,9 +174,9 @@ def _draw_in_time(folder: Path, request: FitJob, decoder: Decoder, task: Task, m
     """Draw as many demonstrations as can be fitted in time; after a restart, as many as before."""
     path = folder / "draw.json"
     if path.exists():
-        again = _draw(request, task, method, **json.loads(path.read_text(encoding="utf-8")))
-        assert again is not None  # noqa: S101 - None only without a number of shots
-        return again.timed(decoder, task, method)
+        same_draw = _draw(request, task, method, **json.loads(path.read_text(encoding="utf-8")))
+        assert same_draw is not None  # noqa: S101 - None only without a number of shots
+        return same_draw.timed(decoder, task, method)
     scored = bool(request.evaluate) and not task.test
     drawn = draw_within_budget(decoder, task, method, request.seed, keep_back=None, scored=scored)
     path.write_text(json.dumps({"shots": drawn.shots, "keep_back": drawn.keep_back}), encoding="utf-8")
@@ -253,7 +255,7 @@ def _method(request: FitJob, tasks: TaskStore) -> tuple[Injector, EnsembleConfig
         ensemble = ensemble.model_copy(update={"encoder": tasks.encoders[0]})
     elif ensemble.experts is None:
         ensemble = ensemble.model_copy(update={"experts": (LLM, TfidfExpert.name)})
-    ensemble.members()  # raises
+    ensemble.members()  # raises if an encoder is missing
     return make_injector(request.method, settings, request.recipe), ensemble
 
 
@@ -261,7 +263,9 @@ def _tokens_per_text(decoder: Decoder, task: Task, demonstrations: Examples) -> 
     """Return the tokens read for a text of median length, by the task (or zero-shot) and by few-shot."""
     rows = task.test or task.train
     ids = sorted(LabelScorer(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
-    shown = [(row.text, LABEL_SEPARATOR.join(task.labels[one] for one in row.ids)) for row in demonstrations]
-    prompt = decoder.encoder([task.template.prompt(shown, "")])[0]
+    shots = [
+        (row.text, LABEL_SEPARATOR.join(task.labels[label] for label in row.ids)) for row in demonstrations
+    ]
+    prompt = decoder.encoder([task.template.prompt(shots, "")])[0]
     empty = decoder.encoder([task.template.query("")])[0]
     return {"task": len(ids), "few_shot": len(ids) + len(prompt) - len(empty)}

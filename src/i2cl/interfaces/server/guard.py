@@ -247,8 +247,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(8)
         response_started, status = False, 500
         started = time.perf_counter()
         method, path = scope["method"], scope["path"]
@@ -279,8 +280,8 @@ class Guard:
             self.metrics.requests.labels(getattr(scope.get("route"), "path", "other"), status).inc()
             milliseconds = 1000 * (time.perf_counter() - started)
             client = (scope.get("client") or ["-"])[0]
-            line = '%s "%s %s" %d %.1f ms id=%s'
-            _access_log.info(line, client, quote(method), quote(path), status, milliseconds, request_id)
+            log_format = '%s "%s %s" %d %.1f ms id=%s'
+            _access_log.info(log_format, client, quote(method), quote(path), status, milliseconds, request_id)
 
     @asynccontextmanager
     async def admitted(self, required: Policy, scope: Scope, receive: Receive) -> AsyncIterator[Receive]:
@@ -294,28 +295,29 @@ class Guard:
                 reader = self.access.authorize(required.role, header)
                 if reader is not None:
                     scope[READER] = reader
-                what, limit = (
-                    ("event streams", MAX_STREAMS) if required.stream else ("requests", MAX_REQUESTS)
-                )
-                if self.in_flight[what] >= limit:
-                    raise busy(503, f"the server has {limit} {what} open")
-                self._count(what, 1, cleanup)
+                if required.stream:
+                    kind, limit = "event streams", MAX_STREAMS
+                else:
+                    kind, limit = "requests", MAX_REQUESTS
+                if self.in_flight[kind] >= limit:
+                    raise busy(503, f"the server has {limit} {kind} open")
+                self._count(kind, 1, cleanup)
             if required.content_types:
                 receive = await self._body(required, scope, receive, cleanup)
             yield receive
 
-    def _count(self, what: str, amount: int, cleanup: ExitStack) -> None:
+    def _count(self, kind: str, amount: int, cleanup: ExitStack) -> None:
         """Add to `in_flight` until the cleanup."""
-        self.in_flight[what] += amount
-        cleanup.callback(self.in_flight.subtract, {what: amount})
+        self.in_flight[kind] += amount
+        cleanup.callback(self.in_flight.subtract, {kind: amount})
 
     async def _body(self, required: Policy, scope: Scope, receive: Receive, cleanup: ExitStack) -> Receive:
         """Receive the body into a file, and return a ``receive`` that returns it in one message."""
         kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
         if kind not in required.content_types:
             expected = " or ".join(required.content_types)
-            given = repr(kind[:60]) if kind else "missing"
-            raise RefusalError(415, "content_type", f"Content-Type is {given}", f"send {expected}")
+            actual = repr(kind[:60]) if kind else "missing"
+            raise RefusalError(415, "content_type", f"Content-Type is {actual}", f"send {expected}")
         body = cleanup.enter_context(SpooledTemporaryFile(MAX_IN_MEMORY))  # noqa: SIM115 - closed by cleanup
         await self._fill(body, Request(scope, receive), required.max_body, cleanup)
         body.seek(0)

@@ -79,10 +79,11 @@ class Job:
 
     def publish_progress(self, name: str, **fields: Any) -> None:
         """Append a progress event, and drop the oldest one above the limit. It is not saved."""
-        kept, progress = self.events, [one for one in self.events if one["event"] not in PERSISTED_EVENTS]
+        events = self.events
+        progress = [event for event in events if event["event"] not in PERSISTED_EVENTS]
         if len(progress) >= MAX_PROGRESS_EVENTS:
-            kept = [event for event in kept if event is not progress[0]]
-        self.events = [*kept, self.make_event(name, **fields)]
+            events = [event for event in events if event is not progress[0]]
+        self.events = [*events, self.make_event(name, **fields)]
 
     def raise_if_cancelled(self) -> None:
         """Raise FitStoppedError if the job was cancelled."""
@@ -126,7 +127,7 @@ class Jobs:
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._changed = threading.Condition()
         self._saving = threading.Lock()
-        self._stops = False
+        self._closing = False
         self._root.mkdir(parents=True, exist_ok=True)
         self._load()
         thread = partial(threading.Thread, target=self._loop, daemon=True)
@@ -142,7 +143,7 @@ class Jobs:
         if the disk quota of a read token is used up, 503 during shutdown.
         """
         with self._changed:
-            if self._stops:
+            if self._closing:
                 raise stopping()
             waiting = self._waiting[kind]
             mine = [job for job in waiting if job.owner == owner]
@@ -262,7 +263,7 @@ class Jobs:
     def close(self) -> None:
         """Start no more jobs, and wait until running ones notice the shutdown."""
         with self._changed:
-            self._stops = True
+            self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -270,7 +271,7 @@ class Jobs:
     def _load(self) -> None:
         jobs = []
         for folder in self._root.iterdir():
-            if folder.name.startswith("."):  # of a killed process: never acknowledged, or deleted
+            if folder.name.startswith("."):  # left by a killed process: not acknowledged yet, or deleted
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             try:
@@ -289,8 +290,8 @@ class Jobs:
     def _loop(self, kind: Kind) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting[kind] or self._stops)
-                if self._stops:
+                self._changed.wait_for(lambda: self._waiting[kind] or self._closing)
+                if self._closing:
                     return
                 job = self._waiting[kind].popleft()
             self._run(job)
@@ -303,7 +304,7 @@ class Jobs:
     def _run(self, job: Job) -> None:
         try:
             job.raise_if_cancelled()
-            if job.kind != "labelling" and not any(job.folder.glob("input.*")):  # those have no files
+            if job.kind != "labelling" and not any(job.folder.glob("input.*")):  # labelling has no files
                 message = "the input was removed when the disk was full"
                 raise RefusalError(500, "lost_input", message, "send it again")  # noqa: TRY301
             self.record_event(job, "started" if job.status == "queued" else "resumed")

@@ -51,8 +51,8 @@ Vector = Float[np.ndarray, " d"]  # see i2cl.labelling.text_vectors
 
 def latest_job(jobs: Jobs, project: Project) -> Job | None:
     """Return the last round of a project that was queued, or None."""
-    wanted = {"name": project.name, "project": project.id}
-    rounds = (job for job in jobs.all() if job.kind == "labelling" and job.request.items() >= wanted.items())
+    request = {"name": project.name, "project": project.id}
+    rounds = (job for job in jobs.all() if job.kind == "labelling" and job.request.items() >= request.items())
     return next(rounds, None)
 
 
@@ -153,8 +153,8 @@ def _log_probs(
         return TfidfExpert.fit(task, rows).scores(texts).log_softmax(-1)
     known = np.stack([vectors[row.text] for row in rows])
     weights = fit_regression(known, task, rows, EmbeddingsConfig().embeddings_c)
-    asked = torch.tensor(np.array([vectors[text] for text in texts]))
-    return regression_scores(weights, asked.view(len(texts), known.shape[1])).log_softmax(-1)
+    queries = torch.tensor(np.array([vectors[text] for text in texts]))
+    return regression_scores(weights, queries.view(len(texts), known.shape[1])).log_softmax(-1)
 
 
 def _cross_validate(
@@ -179,16 +179,16 @@ def _cross_validate(
     log_probs = torch.empty(len(rows), len(task.labels))  # of each row by a fit without its fold
     for fold in fold_rows(task, task.train, FOLDS):
         held_out = set(fold)
-        rest = tuple(row for at, row in enumerate(task.train) if at not in held_out)
-        log_probs[fold] = _log_probs(task, rest, [rows[at].text for at in fold], vectors)
+        other_rows = tuple(row for at, row in enumerate(task.train) if at not in held_out)
+        log_probs[fold] = _log_probs(task, other_rows, [rows[at].text for at in fold], vectors)
     gold = np.array([row.label for row in task.train])
     right = int((log_probs.argmax(-1).numpy() == gold).sum())
     (weight,) = likely_weights(log_probs[None].numpy(), gold, [prior])
     calibrated = (weight * log_probs).log_softmax(-1)
     issues = []
-    for found in review(decoder, task, task.train, log_probs=calibrated):
-        near = tuple(rows[row].id for row in found.near_duplicates)
-        issues.append(Issue(rows[found.row].id, found.label, found.suggested, found.probability, near))
+    for issue in review(decoder, task, task.train, log_probs=calibrated):
+        near = tuple(rows[row].id for row in issue.near_duplicates)
+        issues.append(Issue(rows[issue.row].id, issue.label, issue.suggested, issue.probability, near))
     return weight, (right / labelled, *wilson(right, labelled)), issues
 
 

@@ -97,16 +97,17 @@ class Service:
             reserved=[self.base],
         )
         _ = decoder.base, decoder.residual_identity  # warm the caches before the first request
-        bound = max_queued_tokens or QUEUED_BATCHES * decoder.token_budget
-        self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
+        max_tokens = max_queued_tokens or QUEUED_BATCHES * decoder.token_budget
+        self.batcher = Batcher(pool, max_tokens, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(PARSING_THREADS, "parsing")
         self._encoding = ThreadPoolExecutor(ENCODING_THREADS, "encoding")
         self.jobs: Jobs | None = None  # None if read-only
         self.labelling: LabellingStore | None = None  # None if read-only
         if not read_only:
             self._start_jobs(folder / STATE, next(iter(enabled), None))
-        waiting = "Tokens in queued and running requests"
-        self.metrics.watch("i2cl_waiting_tokens", waiting, lambda: self.batcher.waiting)
+        self.metrics.watch(
+            "i2cl_waiting_tokens", "Tokens in queued and running requests", lambda: self.batcher.waiting
+        )
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))
 
     def _start_jobs(self, state: Path, encoder: str | None) -> None:
@@ -125,13 +126,13 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether requests are accepted."""
-        return self.batcher.alive and not self.batcher.stops
+        return self.batcher.alive and not self.batcher.is_stopping
 
     async def classify(self, name: str, texts: Sequence[str], timeout: float | None = None) -> Answer:
         """Classify texts with one version of a task, even if it is replaced in the meantime.
 
-        If the coroutine is cancelled, texts that were not yet encoded are not, and rows that had not started
-        do not run.
+        If the coroutine is cancelled, texts that are not yet encoded are skipped, and rows that have not
+        started do not run.
 
         Args:
             name: the task.
@@ -152,8 +153,10 @@ class Service:
         scores = await self.score(rows, deadline)
 
         def finish() -> Answer:
-            pairs = zip(rows, scores, strict=True)
-            probabilities = [row.task.head.probabilities(one.log_probs).tolist() for row, one in pairs]
+            probabilities = [
+                row.task.head.probabilities(row_scores.log_probs).tolist()
+                for row, row_scores in zip(rows, scores, strict=True)
+            ]
             return Answer(entry, probabilities, [len(row.ids) for row in rows])
 
         return await off_loop(len(rows) * len(entry.labels), finish)
@@ -195,8 +198,8 @@ class Service:
         """
         injection = await self.run_blocking(unpack, body)
         rows = await self.run_blocking(lambda: self.tasks.prepare(injection).queries(["a"], cut=False))
-        if rows[0].tokens > self.batcher.bound:
-            tokens, limit = rows[0].tokens, self.batcher.bound
+        if rows[0].tokens > self.batcher.max_tokens:
+            tokens, limit = rows[0].tokens, self.batcher.max_tokens
             message = f"a text takes {tokens} tokens with all labels, but the limit is {limit}"
             raise RefusalError(422, "bad_artefact", message, "use fewer or shorter labels")
         scored = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)

@@ -15,31 +15,31 @@ from i2cl.tasks import Example
 Classes = Shaped[np.ndarray, " classes"]
 
 
-def as_texts(rows: Any, what: str = "X") -> list[str]:
+def as_texts(rows: Any, argument: str = "X") -> list[str]:
     """Convert a list, an array or a pandas Series to a list of strings.
 
     Args:
         rows: one text per row.
-        what: name of the argument, for error messages.
+        argument: name of the argument, for error messages.
 
     Raises:
         I2CLError: if there are no rows, or a row is not a string with content.
     """
     if isinstance(rows, str):
-        raise I2CLError(f"{what} is one string: pass a list of texts")
+        raise I2CLError(f"{argument} is one string: pass a list of texts")
     if hasattr(rows, "toarray"):
-        raise I2CLError(f"{what} is a sparse matrix: pass the texts themselves, without a vectorizer")
+        raise I2CLError(f"{argument} is a sparse matrix: pass the texts themselves, without a vectorizer")
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
     if isinstance(column, np.ndarray) and column.ndim != 1:
         hint = "pass one column, such as frame['text'], or join the columns of each row into one text"
-        raise I2CLError(f"{what} has {column.ndim} dimensions, but one text per row is needed: {hint}")
+        raise I2CLError(f"{argument} has {column.ndim} dimensions, but one text per row is needed: {hint}")
     texts = list(column)
     if not texts:
-        raise I2CLError(f"{what} has no texts (0 samples), but a minimum of 1 is required: pass some")
+        raise I2CLError(f"{argument} has no texts (0 samples), but a minimum of 1 is required: pass some")
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise I2CLError(f"text {row + 1} of {what} is a {kind}, not a string: pass one text per row")
+            raise I2CLError(f"text {row + 1} of {argument} is a {kind}, not a string: pass one text per row")
     require_texts(texts)
     return [str(text) for text in texts]  # numpy.str_ is a subclass of str
 

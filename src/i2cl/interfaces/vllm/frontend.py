@@ -305,9 +305,13 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     folder = Path(resolve_name(name))
     if not folder.is_dir():
         try:
-            allowed = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-            ignored: Any = {"ignore_patterns": ["*/*", "consolidated*"]}
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, **ignored))
+            snapshot = snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+            folder = Path(snapshot)
         except (OSError, ValueError) as error:
             reason = f"no such folder, and the hub says {type(error).__name__}"
             raise I2CLError(f"no model at {name!r}: {reason}") from None

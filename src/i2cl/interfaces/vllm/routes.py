@@ -196,10 +196,11 @@ async def decide(
         reply = await _ask_vllm(own_route, raw_request, body | {"questions": remaining})
         if reply.status_code != 200:
             return reply
-        own = json.loads(bytes(reply.body))
-        answers = own["answers"].values() if isinstance(own["answers"], dict) else own["answers"]
+        vllm_response = json.loads(bytes(reply.body))
+        answers = vllm_response["answers"]
+        answers = answers.values() if isinstance(answers, dict) else answers
         results = {place: (answer, BY_VLLM) for place, answer in zip(others, answers, strict=True)}
-        usage = own["usage"]
+        usage = vllm_response["usage"]
     by_tasks, tokens = await _ask_tasks(text, [*chosen.values()], raw_request)
     results |= zip(chosen, by_tasks, strict=True)
     response = parsed.respond(

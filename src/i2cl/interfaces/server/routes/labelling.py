@@ -151,10 +151,10 @@ def _summary(store: LabellingStore, project: Project) -> dict[str, Any]:
 
 
 def _state(service: Service, project: Project) -> dict[str, Any]:
-    """Return all about a project except its texts: counts, accuracies, and its last round and fit as jobs."""
+    """Return everything about a project but its texts: counts, accuracies, last round and last fit."""
     store, job = store_of(service), labelling.latest_job(jobs_of(service), project)
-    fits = (one for one in jobs_of(service).all() if one.kind == "fit")
-    fit = next((one for one in fits if one.request["name"] == project.name), None)
+    fits = (fit for fit in jobs_of(service).all() if fit.kind == "fit")
+    fit = next((fit for fit in fits if fit.request["name"] == project.name), None)
     rounds = labelling.measured_rounds(store.rounds(project))
     counts = Counter(row.label for row in store.labelled(project))
     return _summary(store, project) | {
@@ -163,8 +163,9 @@ def _state(service: Service, project: Project) -> dict[str, Any]:
         "per_label": {label: counts[label] for label in project.labels},
         "classifier": rounds[-1].classifier if rounds else None,
         "rounds": [
-            {"labels": one.labels} | dict(zip(("accuracy", "low", "high"), one.accuracy or (), strict=True))
-            for one in rounds
+            {"labels": fitted.labels}
+            | dict(zip(("accuracy", "low", "high"), fitted.accuracy or (), strict=True))
+            for fitted in rounds
         ],
         "next_round": labelling.typical_gain(rounds[-1]) if rounds else None,
         "issues": len(store.issues(project)),
@@ -183,7 +184,7 @@ def _create(
 
     Raises:
         RefusalError: 409 if there is a project of that name, or as a fit of that name; 422 if the file cannot
-            be read, or a label is none of the project's; 413 if there are too many texts.
+            be read, or has a label that the project does not; 413 if there are too many texts.
         I2CLError: if the labels or the template are invalid.
     """
     name = normalize_word(body.name)
@@ -235,17 +236,17 @@ def _labels_of(rows: list[TextRow], labels: tuple[str, ...]) -> Mapping[str, str
     """
     cells = [row.kept[0] if row.kept and not is_blank(str(row.kept[0] or "")) else None for row in rows]
     lookup = LabelLookup(labels, [cell for cell in cells if cell is not None])
-    found: dict[str, str | None] = {}
+    labels_by_text: dict[str, str | None] = {}
     unknown: set[str] = set()
     for row, cell in zip(rows, cells, strict=True):
         index = None if cell is None else lookup.find(cell)
         if cell is not None and index is None:
             unknown.add(preview(cell))
-        found[row.text] = found.get(row.text) or (None if index is None else labels[index])
+        labels_by_text[row.text] = labels_by_text.get(row.text) or (None if index is None else labels[index])
     if unknown:
-        message = f"the file has labels that are not named: {', '.join(sorted(unknown)[:5])}"
+        message = f"the file has labels that the project does not: {', '.join(sorted(unknown)[:5])}"
         raise RefusalError(422, "unknown_label", message, "add them to labels, or correct the file")
-    return found
+    return labels_by_text
 
 
 def _without_too_long(scorer: LabelScorer, texts: list[str]) -> Iterator[str]:
