@@ -95,7 +95,7 @@ def import_graph():
     return {module(path): {name for name in imports(path) if name in known} for path in FILES if module(path)}
 
 
-def test_imports_run_downwards_and_the_checks_find_what_they_are_for():
+def test_imports_run_downwards_and_violations_are_detected():
     pairs = [(module(path), name) for path in FILES if module(path) for name in imports(path)]
     assert [pair for pair in pairs if upward(*pair)] == []
     TopologicalSorter(import_graph()).prepare()  # which names files that import each other
@@ -160,7 +160,7 @@ def documented_data():
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def test_public_names_are_there_documented_and_seen_by_type_checkers():
+def test_public_names_exist_are_documented_and_visible_to_type_checkers():
     assert i2cl.__all__
     for name in i2cl.__all__:
         value = getattr(i2cl, name)

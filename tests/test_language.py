@@ -45,7 +45,7 @@ def test_the_glossary_is_short_and_sorted():
     assert 0 < len(terms) <= MAX_TERMS
 
 
-def test_the_main_classes_are_where_the_architecture_page_says():
+def test_the_architecture_page_names_the_modules_of_the_main_classes():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     classes = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", text, re.MULTILINE)
     assert len(classes) == 10

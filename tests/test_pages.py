@@ -42,7 +42,7 @@ def test_every_command_is_one_that_the_program_takes(page):
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_programs_targets_extras_and_files_it_names_exist(page):
+def test_referenced_programs_targets_extras_and_files_exist(page):
     text = page.read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"`([^`\n]+)`", text) + [one.text for one in blocks(page)])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_settings_are_read_as_what_they_are():
                 {"toml": tomllib.loads, "json": json.loads}[one.language](one.text)
 
 
-def test_the_reference_has_every_public_name_and_the_glossarys_names_are_there():
+def test_the_reference_lists_every_public_name_and_the_glossary_only_existing_ones():
     text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\.\. auto\w+:: i2cl\.(\w+)$", text.replace("i2cl.export", ""), re.MULTILINE)
     assert sorted(shown) == sorted(i2cl.__all__)

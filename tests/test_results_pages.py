@@ -46,7 +46,7 @@ def words(figure):
     return re.findall(r"<text[^>]*>([^<]*)</text>", figure)
 
 
-def test_every_part_stands_on_a_page_and_rows_that_no_cell_has_are_left_out(made):
+def test_every_table_is_on_a_page_and_empty_rows_are_left_out(made):
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in made["PAGES"])
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []
     result = made["results"]("real")

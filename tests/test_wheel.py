@@ -73,7 +73,7 @@ def test_the_wheel_carries_every_file_of_the_package_and_the_licence(wheel):
     assert "License-Expression: Apache-2.0" in metadata
 
 
-def test_the_wheel_is_imported_and_answers_without_extras_and_without_assertions(python):
+def test_the_wheel_predicts_without_extras_and_without_assertions(python):
     where = said(python, "-c", "import i2cl; print(i2cl.__file__, *i2cl.__all__)", cwd=python.parent)
     assert where.startswith(str(python.parents[1]))
     assert said(python.with_name("i2cl"), "--version", cwd=python.parent) == f"{__version__}\n"

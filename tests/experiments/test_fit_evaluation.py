@@ -327,7 +327,7 @@ def test_rare_label_in_held_out_rows_is_scored_in_a_cross_validation(rare):
     assert set(plan.rows) == {*rare.train} - {rare.train[-2]}
 
 
-def test_rows_of_one_label_are_no_evaluation_where_cross_validation_is_impossible(imbalanced):
+def test_rows_of_one_label_are_not_evaluated_if_cross_validation_is_impossible(imbalanced):
     rare = replace(imbalanced, train=imbalanced.train[:-1])  # the second label has one row
     plan = plan_evaluation(rare, (*rare.train[:4], rare.train[-1]))
     assert plan.rows == ()

@@ -40,7 +40,7 @@ def run_card(folder):
 
 
 @pytest.mark.parametrize("scoring", ["first_token", "words"])
-def test_the_card_shows_code_that_gives_label_and_probability(scoring, tmp_path, monkeypatch):
+def test_code_in_the_card_prints_label_and_probability(scoring, tmp_path, monkeypatch):
     decoder, injection = drawn("llama", TASK if scoring == "first_token" else SHARED)
     injection = injection if scoring == "first_token" else weighted(decoder, injection)
     bias = (0.75, -0.5, 0.25)[: len(injection.task.labels)]
@@ -54,7 +54,7 @@ def test_the_card_shows_code_that_gives_label_and_probability(scoring, tmp_path,
     assert verify(tmp_path / "out").passed
 
 
-def test_the_card_is_of_a_text_generation_model_that_pads_on_the_left(tmp_path):
+def test_the_exported_causal_lm_has_a_text_generation_card_and_pads_on_the_left(tmp_path):
     decoder, injection = drawn("gpt2")
     export_causal_lm(decoder, injection, tmp_path / "out")
     assert "pipeline_tag: text-generation" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
@@ -195,6 +195,6 @@ def test_another_model_is_refused_unless_forced(tmp_path, artefact, refused):
 
 
 @pytest.mark.parametrize("content", ["rubbish", "{}", '{"format_version": 99}'])
-def test_golden_answers_that_cannot_be_read_are_one_line(content, exported, refused):
+def test_unreadable_golden_answers_give_a_one_line_error(content, exported, refused):
     (exported / GOLDEN).write_text(content, encoding="utf-8")
     assert "export it again" in refused("verify", exported)

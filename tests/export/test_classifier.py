@@ -57,7 +57,7 @@ def probabilities(classify, texts, labels, **options):
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS)
-def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, tmp_path):
+def test_every_classifier_model_type_matches_the_injected_model(case, tmp_path):
     decoder = decoder_of(case)
     injection = with_temperature(injection_for(decoder), 1.7)
     classify = exported(decoder, injection, tmp_path / "out")
@@ -144,7 +144,7 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
 
 
 @pytest.mark.parametrize("template", [TASK.template, SPACED.template, Template("{text}\n\nIs it {label}")])
-def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
+def test_template_tokenizer_gives_the_token_ids_of_the_prompt(template):
     tokenizer = tiny_tokenizer()
     encoder = PromptEncoder.of(tokenizer)
     made = TemplateTokenizer(tokenizer, template)
@@ -240,9 +240,7 @@ def in_hub_layout(folder, cache):
     return "someone/films"
 
 
-def test_the_classifier_runs_without_this_package_from_a_folder_and_by_its_hub_id(
-    tmp_path, said, monkeypatch
-):
+def test_the_classifier_runs_without_i2cl_from_a_folder_and_from_the_hub(tmp_path, said, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     message = said("export", artefact, tmp_path / "out", "--model", base)
     assert "as a text classifier" in message

@@ -196,7 +196,7 @@ def test_llama_cpp_computes_what_the_hooks_do(case, fields, tmp_path):
 
 
 @llama_cpp
-def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
+def test_longrope_models_are_exported_with_their_original_context_length(tmp_path):
     decoder, injection = cases.longrope(len(IDS) + 1)
     export_gguf(decoder, injection, tmp_path / "out.gguf", golden=False)
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS) + 1
@@ -214,7 +214,7 @@ def test_an_export_passes_in_llama_cpp(exported, said):
 
 
 @llama_cpp
-def test_word_level_scoring_label_prior_and_temperature_pass_in_llama_cpp(tmp_path):
+def test_llama_cpp_verifies_word_level_scoring_label_prior_and_temperature(tmp_path):
     decoder, injection = drawn("llama", SHARED)
     injection = weighted(decoder, injection).with_head(bias=(0.75, -0.5, 0.25), temperature=2.0)
     export_gguf(decoder, injection, tmp_path / "out.gguf")

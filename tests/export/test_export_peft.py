@@ -147,7 +147,7 @@ def test_changed_and_damaged_adapters_are_found(exported, said, tmp_path, refuse
     assert "export it again" in refused("verify", out, "--device", "cpu")
 
 
-def test_the_card_shows_code_that_gives_label_and_probability(exported, tmp_path, monkeypatch):
+def test_code_in_the_card_prints_label_and_probability(exported, tmp_path, monkeypatch):
     base, artefact, out = exported
     monkeypatch.chdir(tmp_path)
     label, probability = run_card(out)

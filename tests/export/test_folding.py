@@ -48,7 +48,7 @@ def test_a_folded_checkpoint_computes_what_the_hooks_do(case, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
-def test_what_cannot_be_folded_is_refused_with_the_reason(case):
+def test_models_that_cannot_be_folded_are_refused_with_the_reason(case):
     error = one_line("", fold, *drawn(case))
     assert (HOW[case].removeprefix("no: ") in error) or "sliding window of 8 tokens is shorter" in error
     assert error.endswith("predict with hooks instead (`i2cl predict`)")
@@ -147,7 +147,7 @@ def script():
     return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
 
 
-def test_the_page_of_model_types_is_printed_from_figures_that_hold_what_is_claimed(script):
+def test_the_page_of_model_types_is_generated_from_passing_measurements(script):
     assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
     value = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
     known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *value]

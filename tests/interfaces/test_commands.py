@@ -268,7 +268,7 @@ def test_missing_folder_is_an_empty_cache(said, tmp_path, monkeypatch):
     assert json.loads(said("cache", "--clear", "--json"))["deleted"] == 0
 
 
-def test_entry_is_not_created_where_it_would_fill_the_disk(tmp_path, monkeypatch):
+def test_cache_entry_is_not_created_on_a_nearly_full_disk(tmp_path, monkeypatch):
     monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path))
     folder = model_cache.cache_folder() / "abc-float32"
     write = lambda fresh: pytest.fail("written")  # noqa: E731

@@ -107,7 +107,7 @@ def test_fit_evaluates_and_chooses_thresholds(fitted):
     assert "| anchored |" in card
 
 
-def test_row_with_the_only_text_of_a_label_is_in_every_refit_and_not_scored(model):
+def test_the_only_text_of_a_label_is_in_every_training_fold_and_not_scored(model):
     decoder = Decoder.from_pretrained(model)
     rows = [Example.multi_label(text, ids) for text, ids in ROWS]
     rows.append(Example.multi_label("where is my parcel, charged twice", [0, 3]))
@@ -277,12 +277,12 @@ def test_thresholds_have_the_highest_f1():
     assert decide(probabilities, gold, "0.5").sum() == 6
 
 
-def test_thresholds_of_rows_whose_labels_alternate_come_from_both_labels():
+def test_thresholds_are_not_biased_by_alternating_labels():
     gold = np.tile(np.eye(2, dtype=bool), (20, 1))
     assert np.array_equal(decide(np.where(gold, 0.3, 0.1), gold, "f1"), gold)
 
 
-def test_label_frequency_is_counted_on_rows_that_are_not_scored(model):
+def test_label_frequency_is_estimated_without_the_scored_rows(model):
     shown = (Example("a", -1, labels=(0,)), Example("b", label=-1, labels=(1,)))
     scored = tuple(Example(f"c{number}", -1, labels=(0,)) for number in range(6))
     task = Task("words", ("one", "two"), Template(TEMPLATE), train=shown + scored, multi_label=True)

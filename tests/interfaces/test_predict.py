@@ -112,7 +112,9 @@ def test_predict_resumes_after_ctrl_c(home, tmp_path, stop_fifth_chunk, capsys):
     assert listed(tmp_path) == ["out.tsv"]
 
 
-def test_rows_of_other_settings_are_refused_after_a_crash(home, tmp_path, stop_fifth_chunk, capsys, refused):
+def test_resuming_a_crashed_run_with_other_settings_is_refused(
+    home, tmp_path, stop_fifth_chunk, capsys, refused
+):
     stop_fifth_chunk(RuntimeError("a bug"))
     output = tmp_path / "out.tsv"
     with pytest.raises(RuntimeError):
@@ -419,7 +421,7 @@ def test_nothing_is_left_if_the_run_cannot_resume(tmp_path):
     assert listed(tmp_path) == []
 
 
-def test_rows_of_other_settings_are_refused_until_restart(tmp_path):
+def test_resuming_with_other_settings_is_refused_until_restart(tmp_path):
     path = tmp_path / "out.tsv"
     interrupted(path)
     there = (tmp_path / ".out.tsv.part").read_text()

@@ -67,7 +67,7 @@ def texts_of(task):
     return [row.text for row in task.train]
 
 
-def test_suggestions_without_a_fit_propose_the_corrected_zero_shot_label(decoder, task):
+def test_suggestions_without_a_fit_propose_calibrated_zero_shot_labels(decoder, task):
     texts = texts_of(task)
     chosen = suggest(decoder, task, [*texts, texts[0].upper()], 5, labelled=texts[:3])
     assert len({one.text for one in chosen}) == 5
@@ -81,7 +81,7 @@ def test_suggestions_without_a_fit_propose_the_corrected_zero_shot_label(decoder
         assert one.label == task.labels[int(corrected[one.index].argmax())]
 
 
-def test_suggestions_of_a_fit_propose_its_answers_and_are_repeatable(decoder, task):
+def test_suggestions_propose_the_answers_of_the_fit_and_are_deterministic(decoder, task):
     texts = texts_of(task)
     injection = anchor(decoder, task, task.sample(2))
     vectors = text_vectors(decoder, task, texts)

@@ -143,7 +143,7 @@ def test_system_cause_of_python_rust_and_numpy_errors():
         raise ValueError("size")
 
 
-def test_folder_created_by_another_process_meanwhile_is_kept(tmp_path):
+def test_new_folder_does_not_overwrite_a_concurrently_created_folder(tmp_path):
     path = tmp_path / "out"
 
     def write_late():
@@ -157,7 +157,7 @@ def test_folder_created_by_another_process_meanwhile_is_kept(tmp_path):
     assert listed(tmp_path) == ["out"]
 
 
-def test_file_created_by_another_process_meanwhile_is_kept(tmp_path):
+def test_new_file_does_not_overwrite_a_concurrently_created_file(tmp_path):
     path = tmp_path / "file"
 
     def write_late():

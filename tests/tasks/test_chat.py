@@ -67,7 +67,7 @@ def test_prompts_equal_apply_chat_template(source, instruction):
     assert (instruction in result.opening) is (source in WITH_SYSTEM_TURN or not instruction)
 
 
-def test_bos_that_the_tokenizer_adds_is_not_in_the_template():
+def test_a_bos_token_that_the_tokenizer_adds_is_not_repeated_in_the_template():
     made = tokenizer(TRIMMED, "<|endoftext|>")
     assert Template.chat(made).query("x").startswith("<|endoftext|><|h|>user")
     plain = made.__class__.__call__

@@ -37,7 +37,7 @@ def source(folder, **fields):
     return HubSource(dataset=str(folder), **{"text": "sentence", **fields})
 
 
-def test_local_folder_is_read_and_kept_labels_follow_the_label_words(folder):
+def test_a_local_folder_is_read_with_the_given_label_words(folder):
     train, test = load_hub(source(folder), ("a", "b", "c", "d"))
     assert [(e.text, e.label) for e in train[:3]] == [("train 0", 0), ("train 1", 1), ("train 2", 2)]
     assert len(train) == 40

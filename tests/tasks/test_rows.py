@@ -179,7 +179,7 @@ def test_line_breaks_and_quotes_inside_cells_are_kept(tmp_path):
 SWAPPED = "text,label\n" + "".join(f"{row % 2},review number {row}\n" for row in range(8))
 
 
-def test_swapped_columns_are_reported_with_the_options_that_swap_them(tmp_path):
+def test_error_for_swapped_columns_names_the_options_to_use(tmp_path):
     message = failure(write(tmp_path, "a.csv", SWAPPED), None)
     assert "8 labels and 2 texts ('0', '1') in 8 rows: are the columns swapped?" in message
     assert "--text-column label --label-column text" in message

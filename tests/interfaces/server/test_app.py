@@ -195,7 +195,7 @@ def test_unexpected_error_does_not_reveal_its_message(client, service, monkeypat
     assert re.search(r"KeyError at test_app.py:.* id=seven", caplog.text)
 
 
-def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, make_client, monkeypatch):
+def test_a_read_token_can_send_files_and_sees_only_its_own_jobs(service, make_client, monkeypatch):
     service.tasks.put("films", make_injection(service.decoder, 0))
     tokens = {"admin-0123456789abc": "admin", "read1-0123456789abc": "read", "read2-0123456789abc": "read"}
     client = make_client(service, Access(tokens, frozenset()))
@@ -236,7 +236,7 @@ def test_read_only_server_refuses_changes(service, open_service, make_client, tm
     assert error_of(client.get("/v1/jobs")) == (403, "read_only")
 
 
-def test_cors_is_off_by_default_and_the_page_loads_nothing_foreign(client, service, make_client):
+def test_cors_is_off_by_default_and_the_page_loads_no_external_resources(client, service, make_client):
     origin = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in client.options(CLASSIFY, headers=origin).headers
     reply = make_client(service, origins=["https://example.org"]).options(CLASSIFY, headers=origin)
@@ -358,7 +358,7 @@ def test_fit_names_the_columns_that_a_file_has(client):
     assert "--" not in message
 
 
-def test_fit_errors_of_rows_name_the_field_of_the_request(client):
+def test_errors_in_fit_rows_name_the_field_of_the_request(client):
     rows = [{"text": "a", "label": "x"}, {"text": "", "label": "y"}]
     message = client.post("/v1/tasks", json=FIT_BODY | {"examples": rows}).json()["error"]["message"]
     assert message.startswith("examples item 2: the text is empty")

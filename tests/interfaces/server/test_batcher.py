@@ -130,7 +130,7 @@ def test_large_job_runs_in_slices_between_requests(batcher_with_task, decoder, b
     assert len(large.done.result(TIMEOUT_SECONDS)) == 10 * len(TEXTS)
 
 
-def test_pause_gives_requests_as_much_time_as_the_fit_had(batcher_with_task, decoder):
+def test_pause_runs_requests_for_as_long_as_the_fit_ran(batcher_with_task, decoder):
     batcher, store = batcher_with_task
     decoder.token_budget = 128
     tickets = []

@@ -88,7 +88,7 @@ def test_choice_has_the_probabilities_of_the_task(client, probabilities, name):
     assert systemone["answers"][name]["probabilities"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_task_may_be_the_model_instead_of_the_question_name(client, probabilities):
+def test_a_request_may_name_its_task_as_model(client, probabilities):
     answer = decide(client, choice(*TASKS["topics"], name="other"), model="topics").json()["answers"][0]
     assert by_value(answer) == pytest.approx(probabilities("topics"), abs=1e-5)
 

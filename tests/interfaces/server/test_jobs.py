@@ -154,7 +154,7 @@ def lines_of(count):
     return "\n".join(json.dumps({"input": f"{TEXTS[0]} {at}"}) for at in range(count)).encode()
 
 
-def test_row_that_fails_gets_an_error_without_failing_the_file(service, monkeypatch):
+def test_a_failing_row_does_not_fail_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", make_injection(service.decoder, 0))
     lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
@@ -186,7 +186,7 @@ def test_batch_answers_name_the_line_of_the_file(service):
 @pytest.mark.parametrize(
     "custom_id", ["\x00\x1b[31m\n\r\ufeff\U0001f600", "a\u2028b\u2029c\x85d\x1cd", 10**22]
 )
-def test_a_custom_id_returns_unchanged_on_a_line_of_its_own(client, service, custom_id):
+def test_custom_id_is_returned_unchanged_and_on_one_line(client, service, custom_id):
     line = json.dumps({"input": "a good film", "custom_id": custom_id})
     job = client.post("/v1/batches?model=films", content=line, headers=LINES).json()["id"]
     wait_until_ended(service.jobs.get(job))
@@ -259,7 +259,7 @@ def test_full_disk_at_the_end_fails_the_job(batch, service, open_service, monkey
     assert wait_until_ended(open_service().jobs.get(job.id)).events[-1]["error"]["code"] == "lost_input"
 
 
-def test_end_is_saved_when_removing_the_input_makes_room(batch, service, monkeypatch):
+def test_a_job_ends_on_a_full_disk_once_its_input_is_removed(batch, service, monkeypatch):
     save = service.jobs._save
 
     def needs_room(job, events, folder):
@@ -271,7 +271,7 @@ def test_end_is_saved_when_removing_the_input_makes_room(batch, service, monkeyp
     assert wait_until_ended(batch()).status == "done"
 
 
-def test_answers_that_do_not_fit_on_the_disk_fail_the_job(batch, monkeypatch):
+def test_a_full_disk_fails_the_job(batch, monkeypatch):
     monkeypatch.setattr(files.Journal, "append", full_disk)
     job = wait_until_ended(batch())
     assert (job.status, job.events[-1]["error"]["code"]) == ("failed", "disk_full")

@@ -127,7 +127,7 @@ def test_ten_labels_during_a_round_start_the_next_one(client, service, task, mon
     assert [one.labels for one in service.labelling.rounds(project)] == labels
 
 
-def test_a_round_that_cannot_follow_does_not_stop_later_ones(
+def test_failing_to_queue_a_round_does_not_stop_later_rounds(
     open_service, make_client, task, monkeypatch, caplog
 ):
     monkeypatch.setattr(labelling, "queue_next_round", lambda *_, **__: 1 / 0)
@@ -369,7 +369,7 @@ def test_typical_gain_shrinks_with_the_number_of_labels_and_near_perfection():
     assert perfect == {"gain": 0, "low": many["low"], "high": 0.03125}
 
 
-def test_only_rounds_of_the_latest_classifier_are_compared():
+def test_the_accuracy_curve_shows_only_rounds_of_the_latest_classifier():
     before, after = (Round(0, 10, name, (0.5, 0.25, 0.75)) for name in ("tfidf", "embeddings"))
     assert labelling.measured_rounds([before, before]) == [before, before]
     assert labelling.measured_rounds([before, after, Round(0, 20, None, None)]) == [after]

@@ -118,7 +118,7 @@ def test_proposals_come_first_and_issues_leave_the_list_once_confirmed(store, pr
     assert store.rounds(project) == [Round(3, 3, "tfidf", (0.5, 0.25, 0.75))]
 
 
-def test_candidates_are_unlabelled_texts_that_nobody_has(store, project):
+def test_candidates_exclude_labelled_and_leased_texts(store, project):
     (mine,) = store.lease(project, "ann", 1)
     store.answer(project, 3, "good", "bob")
     store.answer(project, 4, None, "bob")

@@ -64,7 +64,7 @@ def test_new_requests_and_health_checks_answer_503(dying, make_client, caplog):
     assert "a user's text" not in caplog.text + reply.text
 
 
-def test_fault_of_the_batcher_in_a_pause_is_not_an_error_of_the_fit(service, task, monkeypatch):
+def test_a_batcher_error_during_a_pause_is_not_attributed_to_the_fit(service, task, monkeypatch):
     service.tasks.put("other", make_injection(service.decoder, 0))
     monkeypatch.setattr(service.metrics, "batch", lambda **_: 1 / 0)
     job = queue_fit(service, task, method="i2cl", settings={"epochs": 5000})

@@ -182,7 +182,7 @@ def test_a_task_is_created_tried_and_evaluated_by_keyboard(open_page, url):
     assert NAME not in [one["id"] for one in Client(url).tasks()]
 
 
-def test_min_confidence_leaves_unsure_texts_without_a_label(open_page, url):
+def test_texts_below_min_confidence_get_no_label(open_page, url):
     client, task = Client(url), load_task("mood-colour-1")
     fit = client.fit("unsure", examples(task, 40), task.template.format, evaluate=0, settings={"steps": 0})
     client.wait(fit)
@@ -328,7 +328,7 @@ def test_columns_have_to_be_chosen_and_different(open_page):
     assert page.inner_text("#state") == ""
 
 
-def test_the_name_comes_from_the_file_until_the_user_types_one(open_page):
+def test_the_task_name_defaults_to_the_file_name(open_page):
     page = open_page()
     for name in ("first.csv", "second.v2.csv"):
         choose_file(page, name, TICKETS)
@@ -339,7 +339,7 @@ def test_the_name_comes_from_the_file_until_the_user_types_one(open_page):
     assert page.input_value("#name") == "mine"
 
 
-def test_a_file_that_is_not_utf_8_is_read_as_windows_1252_with_a_notice(open_page):
+def test_files_that_are_not_utf_8_are_read_as_windows_1252_with_a_notice(open_page):
     page = open_page()
     choose_file(page, "l.csv", b"text,label\n\xe9,x\n")
     expect_text(page, "#state", "l.csv is read as Windows-1252: save it as UTF-8 if that is wrong")

@@ -93,7 +93,7 @@ def test_kill_before_the_response_leaves_the_store_unchanged(open_store, decoder
     assert again.queries("a", TEXTS)[0].labels == make_injection(decoder, 0).task.labels
 
 
-def test_a_reader_sees_what_the_writer_does_and_changes_nothing(store, open_store, decoder):
+def test_a_read_only_store_follows_the_writer_and_changes_nothing(store, open_store, decoder):
     reader = open_store(read_only=True)
     entry = store.put("a", make_injection(decoder, 0))
     assert reader.queries("a", TEXTS)[0] == entry
@@ -279,7 +279,9 @@ def test_folder_is_neither_deleted_nor_replaced_over_http(root, open_service, ma
     assert contents(root / "films") == before
 
 
-def test_unusable_folders_are_logged_and_the_others_served(root, open_service, make_client, decoder, caplog):
+def test_unusable_folders_are_logged_and_other_tasks_are_served(
+    root, open_service, make_client, decoder, caplog
+):
     (root / "notes").mkdir()
     shutil.copytree(root / "films", root / "broken")
     (root / "broken" / "injection.json").write_text("{}")

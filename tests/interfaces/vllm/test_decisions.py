@@ -197,7 +197,7 @@ async def test_questions_that_nobody_can_answer_are_refused(
 
 @pytest.mark.parametrize("fields", [{"model": "mood"}, {"vllm_xargs": {"i2cl": "mood"}}])
 @in_a_loop
-async def test_a_named_task_is_never_replaced_by_the_plain_model(
+async def test_the_plain_model_never_answers_for_a_named_task(
     app_and_requests, base, injections, tmp_path, fields
 ):
     app, requests = app_and_requests

@@ -128,7 +128,7 @@ def test_tables_are_saved_before_sleep_and_restored_once_all_memory_is_awake(cor
     assert executor.sent == [save_tables, "sleep 2", "sleep 1", "wake_up", "wake_up", restore_tables]
 
 
-def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
+def test_task_requests_are_salted_and_plain_requests_keep_their_salt(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
     result = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
     assert result == Core.current.cache_salt("mine", ONE.digest) != "mine"

@@ -71,7 +71,7 @@ def test_labels_with_a_common_prefix_share_its_prompt(llm, base, task):
     assert {prompt.query for prompt in prompts} == {(5, 6, 7)}
 
 
-def test_a_name_is_looked_up_for_every_request(llm, base, task):
+def test_a_task_name_is_resolved_for_every_request(llm, base, task):
     asked = params(i2cl="a", other=1)
     mine = asked.extra_args
     before = copy.deepcopy(mine)
@@ -87,7 +87,7 @@ def test_a_name_is_looked_up_for_every_request(llm, base, task):
     assert llm.loaded == {asked.extra_args[DIGEST]}
 
 
-def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task):
+def test_a_shared_edit_stays_loaded_until_both_its_tasks_are_dropped(llm, base, task):
     for name in ("a", "b"):
         frontend.load(llm, name, injection_for(base, task))
     frontend.drop(llm, "a")
@@ -161,7 +161,7 @@ def test_a_task_that_vllm_would_ignore_is_rejected(llm, base, task, body):
     assert re.search("answered without its task: send texts to /v1/i2cl/classify", check_model(body))
 
 
-def test_requests_without_a_misplaced_task_pass_as_before(llm, base, task):
+def test_requests_without_a_misplaced_task_are_unaffected(llm, base, task):
     for name in ("mood", "base"):  # a task may have the model's name
         frontend.load(llm, name, injection_for(base, task))
     plain_beams = BodyWithTasks(use_beam_search=True)

@@ -274,7 +274,7 @@ async def test_a_classify_that_the_engine_interrupts_is_503(app, base, saved, re
 
 
 @in_a_loop
-async def test_a_load_into_a_sleeping_engine_is_503_and_changes_nothing(app, base, saved):
+async def test_loading_into_a_sleeping_engine_is_503_and_changes_nothing(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     before = frontend.TASKS.get("mood").digest
 

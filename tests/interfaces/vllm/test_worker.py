@@ -77,7 +77,7 @@ def state_of_requests(model):
     return state
 
 
-def test_v2_fills_the_slots_of_a_padded_batch_and_reused_indices_forget_their_task(model):
+def test_v2_fills_slots_of_padded_batches_and_clears_reused_indices(model):
     state = state_of_requests(model)
     model.i2cl_tables.token_slots.fill_(9)
     batch = batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4)

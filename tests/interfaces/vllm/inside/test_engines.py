@@ -123,9 +123,7 @@ def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
 
 @RUNNERS
 @pytest.mark.parametrize("caching", [True, False])
-def test_labels_of_several_tokens_are_scored_as_injections_score_them(
-    run, decoder, tmp_path, runner, caching
-):
+def test_labels_of_several_tokens_match_the_library(run, decoder, tmp_path, runner, caching):
     injection = random_injection(decoder, torch.Generator().manual_seed(1), "intents")
     injection.save_pretrained(tmp_path / "intents")
     asked = texts(4, seed=9, most=24)
@@ -186,7 +184,7 @@ def test_a_cold_and_a_warm_cache_agree_on_near_ties(run, decoder, artefacts):
     close(warm, torch.tensor(cold))
 
 
-def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decoder, artefacts, tmp_path):
+def test_tasks_that_differ_only_in_their_prior_have_different_scores(run, decoder, artefacts, tmp_path):
     _, injections = artefacts
     prior = torch.linspace(0, 2, len(injections["t0"].task.labels))
     tasks = {
@@ -202,7 +200,7 @@ def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decod
         close(answer, tasks[name].log_probs(decoder, asked))
 
 
-def test_a_long_text_in_chunks_among_short_ones_is_scored_as_injections_score_it(run, decoder, artefacts):
+def test_chunked_prefill_of_a_long_text_matches_the_library(run, decoder, artefacts):
     folder, injections = artefacts
     long = " ".join(random.Random(16).choices(WORDS, k=280))
     assert len(decoder.tokenizer(long)["input_ids"]) > 640  # more than ten steps of 64 tokens
@@ -214,7 +212,7 @@ def test_a_long_text_in_chunks_among_short_ones_is_scored_as_injections_score_it
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_tasks_answer_the_same_after_sleep_that_loses_their_tables(run, decoder, artefacts, level):
+def test_tasks_give_the_same_answers_after_sleep_mode(run, decoder, artefacts, level):
     folder, injections = artefacts
     asked, tasks = texts(6, seed=19), ["t0", "t1"] * 3
     classify = ["classify", asked, tasks]
@@ -257,7 +255,7 @@ def graphs(tmp_path):
     return {path.name for path in (tmp_path / "cache").rglob("torch_aot_compile/*")}
 
 
-def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plugin(
+def test_compiled_answers_match_eager_even_if_the_cache_predates_the_plugin(
     run, tmp_path, decoder, artefacts
 ):
     folder, injections = artefacts
@@ -294,7 +292,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("architecture", sorted(SUBLAYERS.keys() - {"LlamaForCausalLM"}))
-def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, architecture):
+def test_every_supported_architecture_matches_the_library(run, tmp_path, architecture):
     torch.manual_seed(0)
     config = AutoConfig.for_model(**SMALL | KINDS[architecture])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -322,7 +320,9 @@ def test_two_ranks_answer_as_one(run, decoder, artefacts):
     assert worst < 1e-4
 
 
-def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, model, decoder, artefacts):
+def test_vllm_agrees_with_a_folded_checkpoint_to_within_its_rounding(
+    run, tmp_path, model, decoder, artefacts
+):
     folder, injections = artefacts
     export_causal_lm(decoder, injections["t0"], tmp_path / "folded")
     draw = random.Random(6)

@@ -148,7 +148,7 @@ def test_over_http_errors_say_why_and_what_to_do(server, decoder, artefacts):
         assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
 
 
-def test_over_http_a_task_is_refused_by_routes_that_would_ignore_it(server, decoder):
+def test_http_routes_that_would_ignore_a_task_refuse_it(server, decoder):
     model, named = str(decoder.name), {"vllm_xargs": {"i2cl": "t0"}}
     messages = [{"role": "user", "content": "a quiet morning"}]
     template = {"chat_template": "{{ messages[0]['content'] }}"}
@@ -203,7 +203,7 @@ def test_over_http_openai_and_litellm_get_decisions(server, decoder, artefacts, 
     assert {item.value: item.probability for item in reply.answers[0].probabilities} == expected
 
 
-def test_over_http_vllm_answers_the_other_questions_of_systemone(tmp_path):
+def test_http_questions_without_a_task_are_answered_by_vllm(tmp_path):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(resolve_name("reference"))
     tokenizer.add_tokens(["yes", "no", *"AB", "<|answer|>"])
