@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Helpers that run commands."""
 
 import json
 
@@ -8,14 +8,14 @@ from i2cl.interfaces.cli import main
 
 
 def run(*words):
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in words])
     return stop.value.code
 
 
 def heard(capsys, *words):
-    """The exit code of a command, its stdout and its stderr."""
+    """Run a command and return its exit code, stdout and stderr."""
     capsys.readouterr()
     return run(*words), *capsys.readouterr()
 

@@ -1,9 +1,9 @@
-"""What runs tests needs `plugin`, and torch with it; what hands them out to others needs neither."""
+"""Load `plugin`, which imports torch, in processes that run tests, but not in the xdist controller."""
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take it, and torch with it, unless workers do the work."""
+    """Load `plugin`, unless xdist workers run the tests."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("plugin")

@@ -43,7 +43,7 @@ ASKED = ("a warm film", "dull " * 7, "one of the best", "the match was lost", "w
 
 
 def films_in(words):
-    """A task of these label words, with rows enough for a hold-out."""
+    """Return a task with these label words and enough rows for a held-out evaluation."""
     adjectives = ("good", "bad", "fine", "poor")
     train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
     template = Template("Review: {text}\nSentiment:{label}")
@@ -51,12 +51,12 @@ def films_in(words):
 
 
 def encode(text):
-    """Token ids by the tiny tokenizer."""
+    """Encode a text with the tiny tokenizer."""
     return tuple(tiny_tokenizer()(text)["input_ids"])
 
 
 def close(actual, wanted):
-    """Equal to five digits of the largest number."""
+    """Return whether tensors are equal to five digits of the largest number."""
     return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
@@ -67,25 +67,25 @@ def decoder_of(case, dtype=torch.float32, **overrides):
 
 
 def made(case, **changes):
-    """A tiny model of `tiny.CASES`, changed or not."""
+    """Return a tiny model of `tiny.CASES`, with changes to its weights or without."""
     model_type, variant = CASES[case]
     return Decoder(tiny_model(model_type, **variant, **changes), tiny_tokenizer(), name=case)
 
 
 def fit(name, decoder, task, demonstrations, seed=0, **options):
-    """A method by name, fitted."""
+    """Make a method by name, and fit it."""
     (method,) = make_methods([name], options)
     return method.fit(decoder, task, demonstrations, seed)
 
 
 def injected(decoder, task, shown, config=None, *, extraction=None, seed=0, **more):
-    """An injection of demonstrations: a vector extracted from them and calibrated on them."""
+    """Extract a context vector from demonstrations, and calibrate it on them."""
     context = extract(decoder, task, shown, extraction, seed=seed)
     return calibrate(decoder, task, shown, context, config, seed=seed, **more)
 
 
 def free(lock):
-    """Whether another thread gets the lock."""
+    """Return whether another thread can acquire the lock."""
     result = []
 
     def ask():
@@ -104,7 +104,7 @@ def _hooked(model):
 
 
 def hooks(model):
-    """How many of them a model has."""
+    """Return the number of hooks of a model."""
     return sum(map(len, _hooked(model)))
 
 
@@ -116,7 +116,7 @@ def _state(model):
 
 @contextmanager
 def left_as_found(model):
-    """Weights, dtypes, flags, gradients, modes, modules, hooks and config are the same behind the block."""
+    """Check that the block leaves weights, dtypes, flags, gradients, modes, hooks and config unchanged."""
     before, values = _state(model), {name: value.clone() for name, value in model.state_dict().items()}
     yield
     assert _state(model) == before
@@ -126,19 +126,19 @@ def left_as_found(model):
 
 
 def ids(decoder, text):
-    """Token ids as the tokenizer itself gives them."""
+    """Return the token ids of the tokenizer itself."""
     return decoder.tokenizer(text)["input_ids"]
 
 
 def first_tokens(decoder, task):
-    """The first token of each label, found behind a prompt."""
+    """Return the first token of each label after a prompt."""
     prompt = task.template.query("x")
     start = len(ids(decoder, prompt))
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
 def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sublayers=2):
-    """A vector and coefficients near a pair, drawn from a seed or a generator."""
+    """Return a random vector, and random coefficients around a pair; the first argument is a seed or generator."""
     draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     values = torch.randn(decoder.layers, sublayers, decoder.d_model, generator=draw)
     noise = torch.randn(decoder.layers, sublayers, 2, generator=draw)
@@ -146,7 +146,7 @@ def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sublayers=2):
 
 
 def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None, fields=None, **drawn):
-    """An injection as good as fitted; `drawn` as in `random_edit`."""
+    """Return an injection with a random edit; ``drawn``: see `random_edit`."""
     extraction = extraction or ExtractConfig()
     sublayers = 1 if extraction.sublayers == "hidden" else 2
     values, coefficients = random_edit(decoder, seed, sublayers=sublayers, **drawn)
@@ -155,14 +155,14 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
 
 
 def injection_of(*parts, **fields):
-    """Return an injection; ``fields`` are its own, its head's or its report's."""
+    """Return an injection; ``fields`` are fields of the injection, its head or its report."""
     kinds = [{one.name for one in dataclasses.fields(kind)} for kind in (LabelHead, Report)]
     head, report = ({name: fields.pop(name) for name in fields.keys() & kind} for kind in kinds)
     return Injection(*parts, LabelHead(**head), Report(**report), **fields)
 
 
 def linear_edit(values, coefficients, hook_point="sublayers", positions="all", seed=0):
-    """The edit ``lambda v + beta a`` at some tokens."""
+    """Apply the edit ``lambda v + beta a`` at some tokens."""
     return at_positions(AffineEdit.linear(values, coefficients, hook_point), positions, seed)
 
 
@@ -182,7 +182,7 @@ def log_probability(decoder, query, label):
 
 
 def one_line(message, work, /, *given, **options):
-    """The one line of an `I2CLError` that a call raises, with this pattern in it."""
+    """Check that a call raises an `I2CLError` of one line that matches a pattern. Return its message."""
     with pytest.raises(I2CLError, match=message or None) as raised:
         work(*given, **options)
     assert "\n" not in str(raised.value)
@@ -191,7 +191,10 @@ def one_line(message, work, /, *given, **options):
 
 @contextmanager
 def replacing(changes):
-    """Each module puts out what its change makes of it, unless that is None: by hooks of our own."""
+    """Replace the outputs of modules during the block, by hooks that do not use `i2cl`.
+
+    ``changes``: pairs of a module and a function from its output to the new one, or to None for no change.
+    """
     with ExitStack() as stack:
         for module, change in changes:
 
@@ -206,7 +209,7 @@ def replacing(changes):
 
 
 def raw_modules(model, case, hook_point="sublayers"):
-    """The two sublayers of each block, or the block itself, as `PATHS` has them."""
+    """Return the two sublayers of each block, or the block itself, found by the paths in `PATHS`."""
     path, *names = PATHS[case]
     blocks = model.get_submodule(path)
     return [
@@ -215,7 +218,7 @@ def raw_modules(model, case, hook_point="sublayers"):
 
 
 def injecting(decoder, values, coefficients):
-    """Every sublayer puts out lambda v + beta a."""
+    """Make every sublayer return ``lambda v + beta a`` during the block."""
 
     def mixed(vector, pair, output):
         return pair[0] * vector + pair[1] * output
@@ -226,7 +229,7 @@ def injecting(decoder, values, coefficients):
 
 
 def block_outputs(decoder, text):
-    """What each block puts out at each token of a text, (layers x tokens x d)."""
+    """Return the output of each block at each token of a text, (layers x tokens x d)."""
     kept = []
     with torch.no_grad(), replacing((block, kept.append) for block in decoder.blocks):
         decoder.model(torch.tensor([ids(decoder, text)]))
@@ -234,7 +237,7 @@ def block_outputs(decoder, text):
 
 
 def plain_logits(decoder, prompts):
-    """Those of the bare model behind each prompt."""
+    """Return the plain model's logits after each prompt."""
     return torch.stack([decoder.model(torch.tensor([ids(decoder, one)])).logits[0, -1] for one in prompts])
 
 

@@ -1,4 +1,4 @@
-"""The pages for people: their fenced blocks, and how those are run."""
+"""Documentation pages: find their fenced code blocks, and run them."""
 
 import re
 import shlex
@@ -15,13 +15,13 @@ from i2cl.interfaces.cli import console, main
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 120
-"""Characters of the terminal that pages show, whatever the one of the tests has."""
+"""Width of the terminal in which the output on pages was printed."""
 FENCE = re.compile(r"^ *```(\w+)[ ]*(\S*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the word behind that, and its lines."""
+    """A fenced block: its language, the word after the language, and its lines."""
 
     language: str
     mark: str
@@ -29,18 +29,18 @@ class Block:
 
 
 def pages():
-    """README, CONTRIBUTING and the site's pages; reports are printed by the program."""
+    """Return README, CONTRIBUTING and the site's pages, without generated reports."""
     site = sorted(path for path in (ROOT / "docs").rglob("*.md") if "report" not in path.parts)
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *site]
 
 
 def blocks(page):
-    """In the page's order."""
+    """Return the fenced blocks of a page, in order."""
     return [Block(*result) for result in FENCE.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(page):
-    """The words behind every ``i2cl`` in its code, one list a command."""
+    """Return the arguments of every ``i2cl`` command in its code."""
     text = page.read_text(encoding="utf-8")
     shown = "\n".join(one.text for one in blocks(page) if one.language == "console").replace("\\\n", " ")
     lines = [line for line in shown.splitlines() if re.search(r"(^|\$ |&& |--no-python )i2cl ", line)]
@@ -85,7 +85,7 @@ def play(played, folder, monkeypatch):
 
 
 def said(typed):
-    """What a command prints on both of its outputs; this package's run in this process, others in a shell.
+    """Return what a command prints on stdout and stderr. ``i2cl`` runs in this process, others in a shell.
 
     Bars of progress, which are for a terminal, are left out.
     """

@@ -20,7 +20,7 @@ SHAPED = ("core", "injections", "methods", "models.architectures")
 SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
 SHAPED += ("experiments.evaluation", "experiments.evidence.fit_evaluation", "experiments.report")
 SHAPED += ("experiments.statistics",)
-"""Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
+"""Modules whose signatures have shapes. Nested functions are compiled, and checked, at every call."""
 
 
 def _has_shape(hint: Any) -> bool:
@@ -30,7 +30,7 @@ def _has_shape(hint: Any) -> bool:
 
 
 def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Check no function without a shape in its signature: that took a fifth of all time."""
+    """Check only functions with shapes in their signatures: checking all took a fifth of the tests' time."""
 
     def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
         def decorate(thing: Any) -> Any:
@@ -112,7 +112,7 @@ class WordsEncoder:
 
 @pytest.fixture
 def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEncoder], None]]:
-    """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
+    """Replace every sentence encoder by `WordsEncoder`; a call replaces it by another one."""
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
         encoders.probe.cache_clear()
@@ -128,7 +128,7 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
 
 @pytest.fixture
 def few_golden_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two and not twenty: what is tested of one holds for each."""
+    """Use two golden texts instead of all twelve, to save time."""
     from i2cl.export import golden
 
     monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:2])
@@ -136,7 +136,7 @@ def few_golden_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command; its exit code, stdout and stderr."""
+    """Function that runs a command and returns its exit code, stdout and stderr."""
     from commands import heard  # with all of the command line, which few tests need
 
     return partial(heard, capsys)
@@ -144,7 +144,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 
 @pytest.fixture
 def said(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
-    """Run a command that ends with this exit code; its stdout."""
+    """Function that runs a command, checks its exit code and returns its stdout."""
 
     def ran(*words: Any, code: int = 0) -> str:
         result, out, err = call(*words)

@@ -31,30 +31,30 @@ FORKED.set_forkserver_preload(
 
 
 def environment():
-    """Of a process that finds the package wherever it is, and leaves the other cores to other tests."""
+    """Environment of a process that can import the package, and uses one core."""
     paths = [str(Path(i2cl.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def start(_=None):
-    """The context that forks such processes; its server runs from here on, and finds the package."""
+    """Return the context that forks such processes, and start its fork server."""
     with patch.dict(os.environ, environment()):
         forkserver.ensure_running()
     return FORKED
 
 
 def until(come, seconds=120.0, program=None):
-    """Wait for something that is true, and return it; fail once it takes longer or the program has ended."""
+    """Wait until ``come()`` is true, and return its value. Fails on a timeout, or if the program has ended."""
     end = time.monotonic() + seconds
     while not (result := come()):
         assert program is None or program.process.is_alive(), program.said()
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
     return result
 
 
 class Program:
-    """A running program; what it says goes to files.
+    """A running program whose output goes to files.
 
     Attributes:
         process: see `multiprocessing.Process`.
@@ -77,7 +77,7 @@ class Program:
         return self.out.read_text(encoding="utf-8"), self.err.read_text(encoding="utf-8")
 
     def wait(self, timeout=120):
-        """Its exit code, stdout and stderr once it has ended; fails if that takes more seconds."""
+        """Wait until the program ends, and return exit code, stdout and stderr. Fails on a timeout."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
@@ -87,7 +87,7 @@ class Program:
 
 
 def finished(code, *arguments, **variables):
-    """Exit code, stdout and stderr of a program that is run to its end."""
+    """Run a program to its end, and return exit code, stdout and stderr."""
     return Program(code, *arguments, **variables).wait()
 
 

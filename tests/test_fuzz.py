@@ -1,4 +1,4 @@
-"""Spoiled inputs are read or refused, and nothing else happens. `make fuzz` tries many more."""
+"""Corrupted inputs are read or refused with an error. `make fuzz` tries many more."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

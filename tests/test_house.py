@@ -29,7 +29,7 @@ LAYERS = (
     {"experiments", "export"},
     {"interfaces"},
 )
-"""Rooms, lowest first. A room imports only rooms of lower layers."""
+"""Layers of packages, lowest first. A package may only import from lower layers."""
 
 SHARED_BY_METHODS = {"methods.base", "methods.prompting", "methods.adapters", "methods.classifiers"}
 SHARED_BY_METHODS |= {"methods.cross_validation", "methods.injecting", "methods.postprocessing"}
@@ -44,7 +44,7 @@ HEAVY = set(_HEAVY.split())
 
 
 def layer(name):
-    """Where in the order a room stands, by the first part of a dotted name."""
+    """Return the index of the layer of a dotted name."""
     room = name.split(".")[0]
     for number, names in enumerate(LAYERS):
         if room in names:
@@ -53,7 +53,7 @@ def layer(name):
 
 
 def module(path):
-    """Dotted name of a file, below the package."""
+    """Return the dotted name of a file, relative to the package."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -78,13 +78,13 @@ def imports(path):
 
 
 def is_module(name):
-    """Whether a dotted name is a file or folder of the package, and not something defined in one."""
+    """Return whether a dotted name is a module or package, not something defined in one."""
     path = SOURCE.parent / name.replace(".", "/")
     return name.startswith("i2cl.") and (path.with_suffix(".py").is_file() or path.is_dir())
 
 
 def upward(mine, imported):
-    """Whether an import runs up, or sideways between rooms of one layer."""
+    """Return whether an import goes to a higher layer, or to another package of the same layer."""
     same_room = mine.split(".")[0] == imported.split(".")[0]
     return not same_room and layer(imported) >= layer(mine)
 
@@ -111,7 +111,7 @@ def test_imports_run_downwards_and_violations_are_detected():
 
 
 def entries(folder):
-    """What a reader of a folder sees: ``py.typed`` is an empty marker, and a stub belongs to its file."""
+    """Return the visible files of a folder, without the marker ``py.typed`` and type stubs."""
     names = {one.name for one in folder.iterdir()}
     return [
         name for name in names - {"__pycache__", "py.typed"} if name.removesuffix("i") not in names - {name}
@@ -150,7 +150,7 @@ def test_importing_is_cheap(statement):
 
 
 def documented_data():
-    """Names that are assigned to and have a string below that says what they are."""
+    """Return names of constants that are documented by a string below the assignment."""
     for path in FILES:
         body = parsed(path).body
         for node, below in pairwise(body):

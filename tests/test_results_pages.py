@@ -1,4 +1,4 @@
-"""What scripts/results_pages.py writes from the committed stores is what the pages and figures show."""
+"""The committed pages and figures are what scripts/results_pages.py generates from the committed stores."""
 
 import importlib
 import re
@@ -31,7 +31,7 @@ def test_tables_are_those_of_the_stores(made, page):
 
 @pytest.mark.parametrize("name", ["averages", "shots", "learning", "reliability"])
 def test_figures_are_those_of_the_stores(made, name):
-    """The same bytes; under another version of matplotlib, the same words and numbers."""
+    """Figures have the same bytes or, with another version of matplotlib, the same text."""
     name = f"docs/_static/{name}.svg"
     kept, drawn = (ROOT / name).read_text(encoding="utf-8"), made["FIGURES"][name]()
     version = r"Matplotlib v[\d.]+"
@@ -42,7 +42,7 @@ def test_figures_are_those_of_the_stores(made, name):
 
 
 def words(figure):
-    """What is written in it."""
+    """Return the text in a figure."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", figure)
 
 

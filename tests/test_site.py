@@ -1,4 +1,4 @@
-"""The site as `make docs` built it: what a browser loads with a page is on it, and every name is found."""
+"""The site built by `make docs`: pages load no external resources, and every name is found."""
 
 import re
 from html.parser import HTMLParser

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def said(*words, cwd, environment=None):
-    """What a program that ends well says; by default it sees nothing of a PYTHONPATH."""
+    """Run a program that must succeed, by default without PYTHONPATH, and return its stdout."""
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"cwd": cwd, "env": environment or alone, "capture_output": True, "text": True}
     done = subprocess.run([str(word) for word in words], check=False, **options)
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """An environment with the wheel, which finds its dependencies, but not the package, beside the tests."""
+    """Python of an environment with the installed wheel and the tests' dependencies, but not the source tree."""
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder, symlinks=True)
     result = folder / "bin" / "python"

@@ -52,7 +52,7 @@ LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": LIMIT,
     "rope_parameters": _ROPE | _FACTORS | {"rope_type": "longrope"},
 }
-"""Changes Phi-3 into one with a long context."""
+"""Config fields that turn a Phi-3 into one with a long context."""
 _OLDER = _CORE | {"num_attention_heads": 4, "max_position_embeddings": 1024}
 
 _ALIKE: tuple[tuple[dict[str, Any], str], ...] = (
@@ -164,7 +164,7 @@ PATHS = [
     *("gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "hyperclovax", "jetmoe", "llama"),
     *("llama4_text", "mixtral", "modernbert-decoder", "mpt", "opt", "xglm"),
 ]
-"""One of each row of the table, and of unusual blocks: experts, latent attention, parallel sublayers."""
+"""One model type per row of the table, and unusual blocks: experts, latent attention, parallel sublayers."""
 
 HALF = [*product(MODEL_TYPES, [torch.bfloat16]), *product(PATHS, [torch.float16])]
 """Model types in half precision: every one in the wider of the two, some in the other."""
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in MOD
 def tiny_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """A random model of width 32 in evaluation mode; ``overrides`` go into its config."""
+    """Return a random model of width 32 in evaluation mode; ``overrides``: fields of its config."""
     key = repr((model_type, seed, dtype, sorted(overrides.items())))
     if key not in _MODELS:
         _MODELS[key] = _draw_model(model_type, seed, dtype, overrides)
@@ -256,13 +256,13 @@ def _trained() -> str:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE that encodes any text: `VOCABULARY` tokens, end of text 0, no padding token."""
+    """Return a byte-level BPE that encodes any text: `VOCABULARY` tokens, end of text 0, no padding token."""
     tokenizer = Tokenizer.from_str(_trained())
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def tiny_folder(folder, model_type="llama", **fields):
-    """A folder with such a model and the tokenizer."""
+    """Save a tiny model with its tokenizer, and return the folder."""
     tiny_model(model_type, **fields).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -22,7 +22,7 @@ def unit(rows):
 
 
 def around(*sizes):
-    """Return vectors close to one axis each, with so many per axis."""
+    """Return vectors close to the axes; the arguments are the number of vectors per axis."""
     rng = np.random.default_rng(0)
     return unit(
         [np.eye(3)[axis] + 0.05 * rng.normal(size=3) for axis, size in enumerate(sizes) for _ in range(size)]

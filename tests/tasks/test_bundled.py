@@ -15,7 +15,7 @@ from i2cl.tasks.loaders import BUILTIN, BUNDLED_TASKS, builtin_spec
 
 
 def five_word_runs(text):
-    """All runs of five words; a text with fewer words is one run."""
+    """Return all sequences of five consecutive words; a shorter text is one sequence."""
     words = re.findall(r"[\w']+", text.lower())
     return {tuple(words[start : start + 5]) for start in range(max(1, len(words) - 4))}
 

@@ -158,18 +158,19 @@ def test_a_failing_row_does_not_fail_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", make_injection(service.decoder, 0))
     lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
-    whole, seventh = service.batcher.pool.score_rows, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
+    score_rows = service.batcher.pool.score_rows
+    failing_ids = service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
-    def fails(asked):
-        if any(row.ids == seventh for row in asked):
+    def fail_on_one_row(rows):
+        if any(row.ids == failing_ids for row in rows):
             raise KeyError("a user's text")
-        return whole(asked)
+        return score_rows(rows)
 
-    monkeypatch.setattr(service.batcher.pool, "score_rows", fails)
+    monkeypatch.setattr(service.batcher.pool, "score_rows", fail_on_one_row)
     job = wait_until_ended(service.jobs.add("batch", *batch_job(service, lines, "a")))
     out = answers(job)
-    refused = {one["line"]: one["error"]["code"] for one in out if "error" in one}
-    assert refused == {7: "internal", 10: "text_too_long"}
+    errors = {line["line"]: line["error"]["code"] for line in out if "error" in line}
+    assert errors == {7: "internal", 10: "text_too_long"}
     assert sum("label" in one for one in out) == 8
     assert (job.status, job.events[-1]["failed"]) == ("done", 2)
 

@@ -28,7 +28,7 @@ def in_a_loop(test):
 
 
 def injection_for(decoder, task, seed=0, **more):
-    """An injection that changes what a tiny model says."""
+    """Return an injection that changes the answers of a tiny model."""
     return random_injection(decoder, task, seed, shown=4, fields=more, factor=0.3, around=(0.0, 1.0))
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``LlamaForCausalLM`` as far as its blocks and its constructor go."""
+    """``LlamaForCausalLM`` with nothing but its blocks and constructor."""
 
     def __init__(self, *, vllm_config, prefix=""):
         super().__init__()

@@ -46,7 +46,7 @@ class EngineCore:
 
 
 class Executor:
-    """vLLM's, which gets the configuration that workers will see, and puts them to sleep."""
+    """vLLM's executor, which gets the workers' configuration and puts them to sleep."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
@@ -70,7 +70,7 @@ class Executor:
 
 @pytest.fixture
 def core(monkeypatch):
-    """A patched engine core whose canary is never asked."""
+    """A patched engine core that does not run the canary."""
     monkeypatch.setattr(Core, "current", Core(2))
     for owner, name, wrap in (
         (EngineCore, "collective_rpc", engine.wrap_rpc),
@@ -210,7 +210,7 @@ def test_salts_separate_tasks_clients_and_plain_requests():
 
 
 class Blocks:
-    """A stream through sublayers that make something of what they read, edited as `edited` says."""
+    """A residual stream through random non-linear sublayers, of which only some may be edited."""
 
     def __init__(self, layers, d):
         draw = torch.Generator().manual_seed(3)

@@ -32,9 +32,14 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_mixed_tasks_match_the_library(llm, base, task):
     plain, other = (injection_for(base, task, seed) for seed in (0, 1))
     several_tokens = replace(task, labels=("best film yet", "best film ever"))
-    whole = replace(other, task=several_tokens).with_head(scoring="sequence")
+    full_sequence = replace(other, task=several_tokens).with_head(scoring="sequence")
     other = other.with_head(bias=(0.5, -0.5), temperature=1.75)
-    injections = {"plain": plain, "other": other, "whole": whole, "words": weighted(base, whole)}
+    injections = {
+        "plain": plain,
+        "other": other,
+        "whole": full_sequence,
+        "words": weighted(base, full_sequence),
+    }
     for name, injection in injections.items():
         frontend.load(llm, name, injection)
     assert llm.sent == [LOAD] * 4
@@ -72,19 +77,19 @@ def test_labels_with_a_common_prefix_share_its_prompt(llm, base, task):
 
 
 def test_a_task_name_is_resolved_for_every_request(llm, base, task):
-    asked = params(i2cl="a", other=1)
-    mine = asked.extra_args
-    before = copy.deepcopy(mine)
+    request = params(i2cl="a", other=1)
+    caller_args = request.extra_args
+    before = copy.deepcopy(caller_args)
     frontend.load(llm, "a", injection_for(base, task, 0))
-    frontend.TASKS.admit(asked)
-    first = asked.extra_args[DIGEST]
+    frontend.TASKS.admit(request)
+    first = request.extra_args[DIGEST]
     frontend.load(llm, "a", injection_for(base, task, 1))
-    frontend.TASKS.admit(asked)
-    assert asked.extra_args[DIGEST] != first
-    assert asked.extra_args["other"] == 1
-    assert mine == before
+    frontend.TASKS.admit(request)
+    assert request.extra_args[DIGEST] != first
+    assert request.extra_args["other"] == 1
+    assert caller_args == before
     assert llm.sent == [LOAD, LOAD, DROP]
-    assert llm.loaded == {asked.extra_args[DIGEST]}
+    assert llm.loaded == {request.extra_args[DIGEST]}
 
 
 def test_a_shared_edit_stays_loaded_until_both_its_tasks_are_dropped(llm, base, task):
@@ -109,10 +114,10 @@ def test_a_shared_edit_stays_loaded_until_both_its_tasks_are_dropped(llm, base, 
 def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason):
     frontend.load(llm, "mood", injection_for(base, task))
     one_line(reason, frontend.TASKS.admit, SimpleNamespace(extra_args=extra))
-    for fine in (None, {}, {"other": 1}):
-        asked = SimpleNamespace(extra_args=fine)
-        frontend.TASKS.admit(asked)
-        assert asked.extra_args == fine
+    for plain in (None, {}, {"other": 1}):
+        request = SimpleNamespace(extra_args=plain)
+        frontend.TASKS.admit(request)
+        assert request.extra_args == plain
 
 
 def test_verify_calls_the_original_and_rejects_unknown_tasks(llm):
@@ -124,7 +129,7 @@ def test_verify_calls_the_original_and_rejects_unknown_tasks(llm):
 
 
 class Body(BaseModel):
-    """A request of vLLM's, which keeps fields that it does not know."""
+    """A request of vLLM, which keeps unknown fields."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None

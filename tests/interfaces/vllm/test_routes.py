@@ -21,7 +21,7 @@ from .standins import LLM, in_a_loop, injection_for, parameters, vllm_config
 
 
 class Engine(LLM):
-    """``AsyncLLM``: it answers a prompt after it was let go, and knows what is in it."""
+    """``AsyncLLM``: holds each prompt until the test releases it, and counts the prompts that it holds."""
 
     def __init__(self, decoder, folder):
         super().__init__(decoder, folder)
@@ -82,7 +82,7 @@ async def started(app, base, *injections):
 
 
 async def call(app, method, path, body=None):
-    """A request as a server hands it to the app."""
+    """Return a request as a server passes it to the application."""
     sent, parts = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive():
@@ -225,7 +225,7 @@ async def test_large_requests_share_the_batch(app, base, saved):
 @in_a_loop
 async def test_a_failed_prompt_ends_its_request_and_frees_capacity(app, base, saved):
     class GoneError(Exception):
-        """vLLM's, when its engine has ended."""
+        """vLLM's error for an engine that has ended."""
 
     engine = await started(app, base, ("mood", str(saved / "0")))
     engine.go.set()

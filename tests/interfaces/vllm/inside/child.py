@@ -80,22 +80,24 @@ class Engine:
         """Send requests of random tasks and lengths, and abort some of them while the engine runs."""
         draw, engine = random.Random(seed), self.llm.llm_engine
         names = [*self.job["tasks"], None]
-        asked = {
+        requests = {
             f"{seed}-{place}": (draw.choices(range(1, 690), k=draw.randint(1, 150)), draw.choice(names))
             for place in range(size)
         }
-        waiting, aborted, done = list(asked), set(), {}
+        waiting, aborted, done = list(requests), set(), {}
         while waiting or engine.has_unfinished_requests():
             for _ in range(min(len(waiting), draw.randint(0, 6))):
                 key = waiting.pop()
-                ids, task = asked[key]
+                ids, task = requests[key]
                 engine.add_request(key, {"prompt_token_ids": ids}, params(task, draw.randint(1, 40)))
                 aborted |= {key} if draw.random() < 0.15 else set()
             done |= {output.request_id: message(output) for output in engine.step() if output.finished}
             if draw.random() < 0.3:
                 engine.abort_request([key for key in aborted if key not in done])
         kept = {key: outcome for key, outcome in done.items() if key not in aborted}
-        return [{"prompt": asked[key][0], "task": asked[key][1], **outcome} for key, outcome in kept.items()]
+        return [
+            {"prompt": requests[key][0], "task": requests[key][1], **outcome} for key, outcome in kept.items()
+        ]
 
     def step(self, kind, *given):
         try:

@@ -1,4 +1,4 @@
-"""What tests in vLLM itself share: where engines start, texts, and how far answers are apart."""
+"""What tests in vLLM itself share: where engines start, texts, and how far answers are max_difference."""
 
 import json
 import os
@@ -35,12 +35,12 @@ def texts(count, seed=0, most=60):
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, most))) for _ in range(count)]
 
 
-def apart(result, decoder, injections, asked, tasks):
+def max_difference(result, decoder, injections, queries, tasks):
     """Largest difference of what was found to `Injection.log_probs`, in nats."""
     worst = 0.0
     for name in set(tasks):
         rows = [row for row, task in enumerate(tasks) if task == name]
-        wanted = injections[name].log_probs(decoder, [asked[row] for row in rows])
+        wanted = injections[name].log_probs(decoder, [queries[row] for row in rows])
         worst = max(worst, float((torch.tensor([result[row] for row in rows]) - wanted).abs().max()))
     return worst
 

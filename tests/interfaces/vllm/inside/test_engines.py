@@ -13,19 +13,19 @@ from i2cl.interfaces.vllm.support import SUBLAYERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import resolve_name
 
-from .engines import RUNNERS, WORDS, apart, nats, off, random_injection, texts
+from .engines import RUNNERS, WORDS, max_difference, nats, off, random_injection, texts
 
 
 @RUNNERS
 def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, artefacts, runner):
     folder, injections = artefacts
-    asked = texts(60)
+    queries = texts(60)
     tasks = [f"t{number % 50}" for number in range(60)]
     random.Random(1).shuffle(tasks)
-    steps = [["classify", asked, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
+    steps = [["classify", queries, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
     got = run(steps, paths(folder, *injections), runner=runner)
     labels, *crowds = got["answers"]
-    worst = [apart(labels, decoder, injections, asked, tasks)]
+    worst = [max_difference(labels, decoder, injections, queries, tasks)]
     crowd = crowds[0] + crowds[1]
     worst += [off(decoder, injections.get(one["task"]), one["prompt"], one) for one in crowd]
     print(f"\nworst {max(worst):.2e} of {len(worst)} and 60 texts; {got['counted']}")
@@ -98,16 +98,16 @@ def test_the_engines_own_salt_does_not_help_a_plain_request(run, decoder, artefa
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
     folder, injections = artefacts
-    asked = texts(2)
+    queries = texts(2)
     steps = [
         ["spoil", ranks - 1],
         ["load", "b", str(folder / "t1")],
         ["load", "b", str(folder / "t1")],  # was booked as done, and the next request ended the engine
-        ["classify", asked, ["b", "b"]],
-        ["classify", asked, ["a", "a"]],
+        ["classify", queries, ["b", "b"]],
+        ["classify", queries, ["a", "a"]],
         ["spoil", None],
         ["load", "b", str(folder / "t1")],
-        ["classify", asked, ["a", "b"]],
+        ["classify", queries, ["a", "b"]],
     ]
     options = {"tensor_parallel_size": ranks} if ranks > 1 else {}
     options |= {"distributed_executor_backend": "mp"} if ranks > 1 else {}
@@ -116,7 +116,7 @@ def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
     for one in answers[1:3]:
         assert f"1 of {ranks} workers could not write this task, RuntimeError (no memory)" in one["error"]
     assert "no task 'b' is loaded" in answers[3]["error"]
-    first, other = (injections[name].log_probs(decoder, asked) for name in ("t0", "t1"))
+    first, other = (injections[name].log_probs(decoder, queries) for name in ("t0", "t1"))
     close(answers[4], first)
     close(answers[7], torch.stack([first[0], other[1]]))
 
@@ -126,30 +126,30 @@ def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
 def test_labels_of_several_tokens_match_the_library(run, decoder, tmp_path, runner, caching):
     injection = random_injection(decoder, torch.Generator().manual_seed(1), "intents")
     injection.save_pretrained(tmp_path / "intents")
-    asked = texts(4, seed=9, most=24)
-    steps = [["classify", asked, ["intents"] * len(asked)]]
+    queries = texts(4, seed=9, most=24)
+    steps = [["classify", queries, ["intents"] * len(queries)]]
     options = {"enable_prefix_caching": caching, "max_num_batched_tokens": 256}
     (answer,) = run(steps, paths(tmp_path, "intents"), options=options, runner=runner)["answers"]
-    worst = float((torch.tensor(answer) - injection.log_probs(decoder, asked)).abs().max())
+    worst = float((torch.tensor(answer) - injection.log_probs(decoder, queries)).abs().max())
     print(f"\nworst {worst:.2e}")
     assert worst < 1e-3  # sums of up to 15 log-probabilities
 
 
 def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     folder, injections = artefacts
-    asked = texts(2)
-    one = {name: injections[name].log_probs(decoder, asked) for name in ("t0", "t3", "t4")}
+    queries = texts(2)
+    one = {name: injections[name].log_probs(decoder, queries) for name in ("t0", "t3", "t4")}
     steps = [
-        ["classify", asked, ["a", "a"]],
+        ["classify", queries, ["a", "a"]],
         ["load", "a", str(folder / "t3")],
-        ["classify", asked, ["a", "a"]],
+        ["classify", queries, ["a", "a"]],
         ["load", "b", str(folder / "t4")],
-        ["classify", asked, ["b", "a"]],
+        ["classify", queries, ["b", "a"]],
         ["load", "c", str(folder / "t5")],
         ["drop", "b"],
         ["ask", [5, 6, 7], "b", 1],
         ["load", "c", str(folder / "t5")],
-        ["classify", asked, ["a", "a"]],
+        ["classify", queries, ["a", "a"]],
     ]
     options = {"additional_config": {"i2cl": {"slots": 2}}}
     answers = run(steps, {"a": str(folder / "t0")}, options=options)["answers"]
@@ -164,21 +164,21 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
 
 def test_a_replaced_task_does_not_answer_from_the_cache_of_its_predecessor(run, decoder, artefacts):
     folder, injections = artefacts
-    asked = [text for text in texts(40, seed=13) if len(decoder.tokenizer(text)["input_ids"]) > 40]
-    classify = ["classify", asked, ["a"] * len(asked)]
+    queries = [text for text in texts(40, seed=13) if len(decoder.tokenizer(text)["input_ids"]) > 40]
+    classify = ["classify", queries, ["a"] * len(queries)]
     steps = [classify, classify, ["load", "a", str(folder / "t3")], classify]
     options = {"num_gpu_blocks_override": 400}
     outcome = run(steps, {"a": str(folder / "t0")}, options=options)
     assert outcome["counted"]["vllm:prefix_cache_hits"] > 0
-    close(outcome["answers"][3], injections["t3"].log_probs(decoder, asked))
+    close(outcome["answers"][3], injections["t3"].log_probs(decoder, queries))
 
 
 def test_a_cold_and_a_warm_cache_agree_on_near_ties(run, decoder, artefacts):
     folder, injections = artefacts
     candidates = texts(200, seed=14)
     first, second = injections["t0"].log_probs(decoder, candidates).topk(2, -1).values.unbind(-1)
-    asked = [candidates[row] for row in (first - second).argsort()[:16]]
-    classify = ["classify", asked, ["a"] * len(asked)]
+    queries = [candidates[row] for row in (first - second).argsort()[:16]]
+    classify = ["classify", queries, ["a"] * len(queries)]
     options = {"num_gpu_blocks_override": 400}
     cold, warm = run([classify, classify], {"a": str(folder / "t0")}, options=options)["answers"]
     close(warm, torch.tensor(cold))
@@ -193,42 +193,42 @@ def test_tasks_that_differ_only_in_their_prior_have_different_scores(run, decode
     }
     for name, injection in tasks.items():
         injection.save_pretrained(tmp_path / name)
-    asked = texts(8, seed=15)
-    steps = [["classify", asked, [name] * len(asked)] for name in ("up", "down", "up")]
+    queries = texts(8, seed=15)
+    steps = [["classify", queries, [name] * len(queries)] for name in ("up", "down", "up")]
     answers = run(steps, paths(tmp_path, *tasks))["answers"]
     for name, answer in zip(("up", "down", "up"), answers, strict=True):
-        close(answer, tasks[name].log_probs(decoder, asked))
+        close(answer, tasks[name].log_probs(decoder, queries))
 
 
 def test_chunked_prefill_of_a_long_text_matches_the_library(run, decoder, artefacts):
     folder, injections = artefacts
     long = " ".join(random.Random(16).choices(WORDS, k=280))
     assert len(decoder.tokenizer(long)["input_ids"]) > 640  # more than ten steps of 64 tokens
-    asked = [*texts(6, seed=17), long, *texts(6, seed=18)]
+    queries = [*texts(6, seed=17), long, *texts(6, seed=18)]
     tasks = ["t0", "t1"] * 6 + ["t0"]
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 80}
-    (answer,) = run([["classify", asked, tasks]], paths(folder, "t0", "t1"), options=options)["answers"]
-    assert apart(answer, decoder, injections, asked, tasks) < 1e-4
+    (answer,) = run([["classify", queries, tasks]], paths(folder, "t0", "t1"), options=options)["answers"]
+    assert max_difference(answer, decoder, injections, queries, tasks) < 1e-4
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_tasks_give_the_same_answers_after_sleep_mode(run, decoder, artefacts, level):
     folder, injections = artefacts
-    asked, tasks = texts(6, seed=19), ["t0", "t1"] * 3
-    classify = ["classify", asked, tasks]
+    queries, tasks = texts(6, seed=19), ["t0", "t1"] * 3
+    classify = ["classify", queries, tasks]
     env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # calls of functions, by which the test loses tables
     steps = [classify, ["sleep_and_lose_tables", level], classify]
     before, _, after = run(steps, paths(folder, "t0", "t1"), env=env)["answers"]
-    assert apart(before, decoder, injections, asked, tasks) < 1e-4
-    assert apart(after, decoder, injections, asked, tasks) < 1e-4
+    assert max_difference(before, decoder, injections, queries, tasks) < 1e-4
+    assert max_difference(after, decoder, injections, queries, tasks) < 1e-4
 
 
 def test_reloaded_weights_leave_tasks_as_they_were(run, decoder, artefacts):
     folder, injections = artefacts
-    asked, tasks = texts(4, seed=20), ["t0", "t1"] * 2
-    steps = [["reload_weights"], ["classify", asked, tasks]]
+    queries, tasks = texts(4, seed=20), ["t0", "t1"] * 2
+    steps = [["reload_weights"], ["classify", queries, tasks]]
     _, answer = run(steps, paths(folder, "t0", "t1"))["answers"]
-    assert apart(answer, decoder, injections, asked, tasks) < 1e-4
+    assert max_difference(answer, decoder, injections, queries, tasks) < 1e-4
 
 
 @RUNNERS
@@ -259,15 +259,15 @@ def test_compiled_answers_match_eager_even_if_the_cache_predates_the_plugin(
     run, tmp_path, decoder, artefacts
 ):
     folder, injections = artefacts
-    asked, tasks = texts(12, seed=4), [f"t{number % 3}" for number in range(12)]
+    queries, tasks = texts(12, seed=4), [f"t{number % 3}" for number in range(12)]
     compiled, env = {"enforce_eager": False}, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     run([["ask", [5, 6, 7], None, 1]], options=compiled, env=env | {"VLLM_PLUGINS": ""})
     plain = graphs(tmp_path)
     worst = []
     for _ in range(2):  # the second start takes the graph that the first one saved
-        steps = [["classify", asked, tasks]]
+        steps = [["classify", queries, tasks]]
         result = run(steps, paths(folder, *tasks), options=compiled, env=env)["answers"][0]
-        worst.append(apart(result, decoder, injections, asked, tasks))
+        worst.append(max_difference(result, decoder, injections, queries, tasks))
     print(f"\nworst {worst}, saved graphs {len(plain)} and then {len(graphs(tmp_path))}")
     assert max(worst) < 1e-4
     assert plain
@@ -312,10 +312,10 @@ def test_every_supported_architecture_matches_the_library(run, tmp_path, archite
 
 def test_two_ranks_answer_as_one(run, decoder, artefacts):
     folder, injections = artefacts
-    asked, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
+    queries, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = run([["classify", asked, tasks]], paths(folder, *tasks), options=options)["answers"][0]
-    worst = apart(result, decoder, injections, asked, tasks)
+    result = run([["classify", queries, tasks]], paths(folder, *tasks), options=options)["answers"][0]
+    worst = max_difference(result, decoder, injections, queries, tasks)
     print(f"\nworst {worst:.2e}")
     assert worst < 1e-4
 

@@ -24,15 +24,15 @@ def test_over_http_tasks_are_loaded_queried_and_dropped(tmp_path, server, decode
     folder, injections = artefacts
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
     complete = f"{server}/v1/completions"
-    asked = texts(3, seed=7)
-    wanted = injections["t0"].log_probs(decoder, asked)
+    queries = texts(3, seed=7)
+    wanted = injections["t0"].log_probs(decoder, queries)
 
     def right():
-        status, reply, headers = call(classify, {"model": "t0", "input": asked})
+        status, reply, headers = call(classify, {"model": "t0", "input": queries})
         assert status == 200
         probs = torch.tensor([one["probs"] for one in reply["data"]])
         torch.testing.assert_close(probs, wanted.softmax(-1), rtol=0, atol=1e-4)
-        assert [one["label"] for one in reply["data"]] == injections["t0"].predict(decoder, asked)
+        assert [one["label"] for one in reply["data"]] == injections["t0"].predict(decoder, queries)
         assert reply["labels"] == list(injections["t0"].task.labels)
         assert len(headers["X-I2CL-Digest"]) == 64
 
@@ -87,12 +87,12 @@ def test_over_http_tasks_are_loaded_queried_and_dropped(tmp_path, server, decode
 def test_over_http_classify_keeps_its_version_during_reloads(server, decoder, artefacts):
     folder, injections = artefacts
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
-    asked = texts(40, seed=11, most=30)
+    queries = texts(40, seed=11, most=30)
     digests = {}
     for name in ("t3", "t6"):
         _, reply, _ = call(listed, {"name": "turned", "artefact": str(folder / name)}, key=ADMIN)
-        digests[reply["digest"]] = injections[name].log_probs(decoder, asked).softmax(-1)
-    bodies = [{"model": "turned", "input": asked}] * 12
+        digests[reply["digest"]] = injections[name].log_probs(decoder, queries).softmax(-1)
+    bodies = [{"model": "turned", "input": queries}] * 12
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(call, classify, body) for body in bodies]
         reloads = 0
@@ -109,7 +109,7 @@ def test_over_http_classify_keeps_its_version_during_reloads(server, decoder, ar
         used.add(headers["X-I2CL-Digest"])
         probs = torch.tensor([each["probs"] for each in reply["data"]])
         torch.testing.assert_close(probs, digests[headers["X-I2CL-Digest"]], rtol=0, atol=1e-4)
-    print(f"\n{len(running)} requests of {len(asked)} texts under {reloads} reloads, {len(used)} versions")
+    print(f"\n{len(running)} requests of {len(queries)} texts under {reloads} reloads, {len(used)} versions")
     assert reloads > 2
     assert used == set(digests)
 
@@ -244,17 +244,17 @@ def test_http_questions_without_a_task_are_answered_by_vllm(tmp_path):
 
 def test_over_http_tasks_answer_the_same_after_sleep(server, decoder, artefacts):
     folder, injections = artefacts
-    asked = texts(4, seed=21)
+    queries = texts(4, seed=21)
     load = {"name": "asleep", "artefact": str(folder / "t9")}
     assert call(f"{server}/sleep?level=1", {})[0] == 200
     status, reply, _ = call(f"{server}/v1/i2cl/tasks", load, key=ADMIN)
     assert call(f"{server}/wake_up", {})[0] == 200
     assert status == 503
     assert "the engine is asleep: wake it up" in reply
-    status, reply, _ = call(f"{server}/v1/i2cl/classify", {"model": "t0", "input": asked})
+    status, reply, _ = call(f"{server}/v1/i2cl/classify", {"model": "t0", "input": queries})
     probs = torch.tensor([one["probs"] for one in reply["data"]])
     torch.testing.assert_close(
-        probs, injections["t0"].log_probs(decoder, asked).softmax(-1), rtol=0, atol=1e-4
+        probs, injections["t0"].log_probs(decoder, queries).softmax(-1), rtol=0, atol=1e-4
     )
 
 
