@@ -138,7 +138,7 @@ def first_tokens(decoder, task):
 
 
 def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sublayers=2):
-    """Return a random vector, and random coefficients around a pair; the first argument is a seed or generator."""
+    """Return a random vector, and random coefficients around a pair, from a seed or a generator."""
     draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     values = torch.randn(decoder.layers, sublayers, decoder.d_model, generator=draw)
     noise = torch.randn(decoder.layers, sublayers, 2, generator=draw)

@@ -44,7 +44,7 @@ def start(_=None):
 
 
 def until(come, seconds=120.0, program=None):
-    """Wait until ``come()`` is true, and return its value. Fails on a timeout, or if the program has ended."""
+    """Wait until ``come()`` is true, and return its value. Fails on a timeout, or if the program ends."""
     end = time.monotonic() + seconds
     while not (result := come()):
         assert program is None or program.process.is_alive(), program.said()

@@ -51,7 +51,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """Python of an environment with the installed wheel and the tests' dependencies, but not the source tree."""
+    """Python of an environment with the installed wheel and its dependencies, but not the source tree."""
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder, symlinks=True)
     result = folder / "bin" / "python"

@@ -55,7 +55,7 @@ def drawn(case, task=TASK, **overrides):
 
 
 def hooked(decoder, injection):
-    """Logits after every token, in float32."""
+    """Return the logits after every token, in float32."""
     whole = Decoder(decoder.model.float(), decoder.tokenizer, architecture=decoder.architecture)
     at = torch.arange(len(IDS))[None]
     with torch.no_grad():

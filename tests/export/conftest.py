@@ -6,7 +6,7 @@ from i2cl.export import export_causal_lm
 
 @pytest.fixture(autouse=True)
 def _few_golden_prompts(few_golden_prompts):
-    """In all of these tests."""
+    """Use few golden texts in all of these tests."""
 
 
 @pytest.fixture

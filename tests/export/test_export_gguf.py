@@ -180,7 +180,7 @@ def test_bad_input_is_one_line(tmp_path, refused):
 
 
 def log_probs(path, ids):
-    """Log-probabilities of all tokens after a prompt in llama.cpp."""
+    """Return the log-probabilities of all tokens after a prompt, by llama.cpp."""
     server = start_llama_cpp(path)
     return torch.tensor(LlamaCpp(server.listening_address).log_probs(list(ids), list(range(300))))
 
@@ -229,7 +229,7 @@ def test_the_usage_text_scores_the_labels(tmp_path, monkeypatch):
     (ids,) = injection.scorer(decoder).queries(golden.TEXTS[:1])
 
     class Llama:
-        """As in llama-cpp-python, on the folded model."""
+        """Same as in llama-cpp-python, with the folded model."""
 
         n_tokens = len(ids)
 

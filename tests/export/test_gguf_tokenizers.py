@@ -57,7 +57,7 @@ def changed(tokenizer, **parts):
 
 
 def prepended():
-    """As Llama 2 and Mistral have it: a normalizer puts the space before every piece of text."""
+    """Like Llama 2 and Mistral: a normalizer puts the space before every piece of text."""
     tokenizer = pieces_of_sentencepiece()
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
@@ -65,7 +65,7 @@ def prepended():
 
 
 def stripping():
-    """As Phi-3 has it: blanks behind most added tokens are dropped."""
+    """Like Phi-3: spaces after most added tokens are dropped."""
     tokenizer = prepended()
     tokenizer.add_tokens([AddedToken("<|endoftext|>", special=True)], special_tokens=True)
     tokenizer.add_tokens([AddedToken("<|user|>", rstrip=True, special=True)], special_tokens=True)

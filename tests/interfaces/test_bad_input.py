@@ -25,13 +25,13 @@ GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for num
 
 
 def tree(folder):
-    """Every path under a folder, with its size."""
+    """Return every path under a folder, with its size."""
     return {str(path): path.lstat().st_size for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Models and an artefact that are good, for tests that spoil a copy."""
+    """Valid models and a valid artefact; tests corrupt copies of them."""
     folder = tmp_path_factory.mktemp("home")
     sizes = {"wider": {"hidden_size": 48}, "short": {"max_position_embeddings": 24}}
     for name, fields in ({"model": {}, "same_shape": {"seed": 1}} | sizes).items():
@@ -361,7 +361,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Exit code, error and whether torch was imported, of each case. All run in one process."""
+    """Run all cases in one process; return the exit code, the error, and whether torch was imported."""
     folder = tmp_path_factory.mktemp("home")
     for name, content in EARLY_FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)

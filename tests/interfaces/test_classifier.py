@@ -54,7 +54,7 @@ def fitted():
 
 
 class OnNumbers(I2CLClassifier):
-    """Spells rows of numbers out as texts, since scikit-learn's checks know no others."""
+    """Converts rows of numbers to texts, because scikit-learn's checks pass only numbers."""
 
     def fit(self, rows, y, sample_weight=None):
         return super().fit(spelled(validate_data(self, rows)), y, sample_weight=sample_weight)
@@ -149,7 +149,7 @@ def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
 
 
 def test_loaded_task_keeps_its_label_order(tmp_path):
-    """Labels that are not sorted: bias and word weights belong to places, also of what is saved again."""
+    """Label biases and word weights follow unsorted labels, also after another save."""
     task = replace(TASK.without_data(), labels=tuple(sorted(TASK.labels, reverse=True)))
     plain = replace(anchor(reference(), *shown_of(fitted(), 1), AnchoredConfig(steps=1)), task=task)
     injection = weighted(reference(), plain).with_head(bias=(0.5, 0.0, -0.5, 1.0))

@@ -73,7 +73,7 @@ def test_clones_share_the_model():
 
 
 def searched(**how):
-    """Scores of a grid search in a pipeline, whether its best one holds the model itself, and its answers."""
+    """Run a grid search in a pipeline; return scores, answers, and whether the best one holds the model."""
     strip = FunctionTransformer(np.char.strip)
     classifier = I2CLClassifier(reference(), method="anchored", experts=("llm",), evaluate=0)
     pipeline = make_pipeline(strip, classifier)
@@ -269,7 +269,7 @@ tell("after use", predict() == here)
 
 @pytest.fixture(scope="module")
 def children():
-    """What one fitted process and its forked children print: values by name, and stderr."""
+    """Fit in one process, fork it, and return the printed values by name, and stderr."""
     code, out, errors = finished(IN_CHILDREN, OMP_NUM_THREADS="2")
     assert code == 0, errors
     return dict(map(json.loads, out.splitlines())), errors

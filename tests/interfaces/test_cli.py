@@ -53,7 +53,7 @@ def eval_arguments(home, *more, task=None):
 
 
 def parsed(out):
-    """Best labels and probabilities of the tab-separated output."""
+    """Return labels and probabilities from tab-separated output."""
     header, *lines = [line.split("\t") for line in out.splitlines()]
     assert header == ["label", *LABELS]
     return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
@@ -329,7 +329,7 @@ TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in r
 
 @pytest.fixture(scope="module")
 def expected(home):
-    """What the Python API says about the texts: labels and probabilities."""
+    """Return labels and probabilities from the Python API."""
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     injection = Injection.from_pretrained(home / "artefact")
     return injection.predict(decoder, TEXTS), injection.log_probs(decoder, TEXTS).softmax(-1).float()

@@ -28,7 +28,7 @@ from processes import until
 
 
 def commands(group, *path):
-    """Every command below a group, by its words."""
+    """Return every command of a group, by its words."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, *path, name)
@@ -172,7 +172,7 @@ LISTS = {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}
 
 
 def keys(value):
-    """Every key of nested JSON."""
+    """Return every key of nested JSON."""
     if isinstance(value, dict):
         return set(value).union(*map(keys, value.values()))
     return set().union(*map(keys, value)) if isinstance(value, list) else set()
@@ -234,7 +234,7 @@ def test_garbage_is_not_collected_at_exit():
 
 @pytest.fixture
 def entries(tmp_path, monkeypatch):
-    """Two entries in a cache that also has a file of the user's and an interrupted conversion."""
+    """A cache with two entries, a file of the user, and an interrupted conversion."""
     monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path))
     folder = model_cache.cache_folder()
     for dtype in ("float32", "bfloat16"):

@@ -61,7 +61,7 @@ def arguments(command, home, new):
 
 @pytest.fixture(autouse=True, scope="module")
 def _vectors_are_kept():
-    """As of plain I2CL, which would take longer to fit."""
+    """An injection like that of plain I2CL, which would take longer to fit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("i2cl.experiments.runner.default_i2cl", lambda cell, _task: cell)
         yield

@@ -214,7 +214,7 @@ def test_bundled_model_is_not_a_base_model_of_the_hub(tmp_path):
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """Calls of the hub's client, with the files of every uploaded folder."""
+    """Record calls of the hub's client, with the files of every uploaded folder."""
     calls = []
 
     def create_repo(self, repo_id, **options):

@@ -70,7 +70,7 @@ def verify_server(
     except (KeyError, IndexError, TypeError, ValueError):
         raise I2CLError(f"{root} returns no probabilities: does the server run this export?") from None
     if probabilities.shape != (shape := (len(golden.texts), len(golden.labels))):
-        sizes = f"{tuple(found.shape)} probabilities instead of {shape}"
+        sizes = f"{tuple(probabilities.shape)} probabilities instead of {shape}"
         raise I2CLError(f"{root} returns {sizes}: does it run another model?")
     return compare(golden, probabilities, tolerance=limit, ids=ids)
 

@@ -65,7 +65,7 @@ def test_texts_are_labelled_by_keyboard_and_served(open_page, url):
     expect_text(page, "#counts", "3 of 60 texts labelled, 1 skipped")
     sync_api.expect(page.locator("#text")).not_to_have_text(skipped)
     page.keyboard.press("u")
-    expect_text(page, "#saved", "taken back")
+    expect_text(page, "#saved", "undone")
     assert page.inner_text("#text") == skipped
     label_by_keyboard(page, 37)
     expect_text(
@@ -149,7 +149,7 @@ def test_a_label_that_looks_wrong_is_changed(open_page, url):
     page.fill("#labels", "billing, delivery")
     page.click("#create .main")
     page.wait_for_selector("#issues li", timeout=300_000)
-    expect_text(page, "#doubts", r"right about \d+\.\d % of the texts, doubt \d+ label")
+    expect_text(page, "#doubts", r"an accuracy of \d+\.\d %, disagree with \d+ label")
     item = page.locator("#issues li", has_text="the invoice of order 0 is wrong").first
     sync_api.expect(item).to_contain_text("more probable: billing")
     check_narrow_screen(page)

@@ -167,7 +167,7 @@ async function nextTexts() {
     setTimeout(() => nextTexts().catch(showSaveError), WAIT_MS);
   } else if (!queue.length) {
     const counts = project.labels.map((label) => `${label} ${project.per_label[label]}`).join(", ");
-    show("saved", `No text is left: all are labelled (${counts}), skipped, or with another person.`);
+    show("saved", `No text is left: all are labelled (${counts}), skipped, or being labelled by another person.`);
   } else if ($("saved").textContent === "Choosing the first texts") show("saved", "");
 }
 
@@ -223,7 +223,7 @@ const undo = () => act(async () => {
   const text = await post("undo", { labeller: labeller() });
   queue = [text, ...queue.filter((other) => other.id !== text.id)];
   showText();
-  show("saved", "The last answer was taken back.");
+  show("saved", "The last answer was undone.");
   await readState();
 });
 
@@ -309,8 +309,8 @@ function showExpected({ next_round: next, labels_per_round: step }) {
 async function showIssues() {
   const { data } = await json("GET", queryPath("review"));
   const accuracy = project.rounds.at(-1)?.accuracy;
-  $("doubts").textContent = data.length ? `Classifiers that have not seen the text, and are right about ${percent(accuracy)} of the texts, doubt ${
-    plural(data.length, "label")}${data.length > MAX_DOUBTS ? `, these the most` : ""}.` : "No label looks wrong so far.";
+  $("doubts").textContent = data.length ? `Classifiers fitted without these texts, with an accuracy of ${percent(accuracy)}, disagree with ${
+    plural(data.length, "label")}${data.length > MAX_DOUBTS ? `; these are the least probable` : ""}.` : "No label looks wrong so far.";
   $("issues").replaceChildren(...data.slice(0, MAX_DOUBTS).map((issue) => {
     const item = element("li"), line = element("p", undefined, { class: "row" });
     item.append(element("p", issue.text, { class: "doubtful" }),
