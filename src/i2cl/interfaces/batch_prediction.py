@@ -180,8 +180,11 @@ def _partial_file(
             if not _has_rows(rows_file):
                 _discard(rows_file, settings_file)
             raise
-    write = lambda lines: journal.append(lines.encode())  # noqa: E731
-    output = Output(write, header, path, journal.kept, resumes=chunk > 0)
+
+    def append(lines: str) -> None:
+        journal.append(lines.encode())
+
+    output = Output(append, header, path, journal.kept, resumes=chunk > 0)
     try:
         with stack:
             yield output
@@ -269,8 +272,8 @@ def _require_same_settings(rows_file: Path, settings_file: Path, settings: dict[
         stored = json.loads(settings_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         stored = None
-    known = stored if isinstance(stored, dict) else {}
-    if changed := [name for name, value in settings.items() if (name, value) not in known.items()]:
+    stored = stored if isinstance(stored, dict) else {}
+    if changed := [name for name, value in settings.items() if (name, value) not in stored.items()]:
         raise I2CLError(
             f"{rows_file.name} beside the output contains rows of a run with another {', '.join(changed)} "
             f"(see {settings_file.name}): repeat that command, or discard the rows with --restart"

@@ -23,16 +23,16 @@ def remove_labels(task: Task, words: Collection[str]) -> Task:
     unknown labels, or if fewer than two remain.
     """
     _require_known(task, words)
-    kept = [label for label, word in enumerate(task.labels) if word not in words]
-    place = {label: index for index, label in enumerate(kept)}
+    remaining = [label for label, word in enumerate(task.labels) if word not in words]
+    new_id = {label: index for index, label in enumerate(remaining)}
     rows = []
     for row in task.train:
-        ids = tuple(place[label] for label in row.ids if label in place)
+        ids = tuple(new_id[label] for label in row.ids if label in new_id)
         if task.multi_label:
             rows.append(replace(row, labels=ids))
         elif ids:
             rows.append(replace(row, label=ids[0]))
-    return replace(task, labels=tuple(task.labels[label] for label in kept), train=tuple(rows))
+    return replace(task, labels=tuple(task.labels[label] for label in remaining), train=tuple(rows))
 
 
 def add_rows(task: Task, path: Path, **columns: Any) -> Task:
@@ -55,8 +55,8 @@ def add_rows(task: Task, path: Path, **columns: Any) -> Task:
         kind = "any number of labels" if task.multi_label else "one label"
         raise I2CLError(f"{path}: a text of task {task.name!r} has {kind}: correct the file or the options")
     texts = {row.text for row in rows}
-    before = tuple(row for row in task.train if row.text not in texts)
-    return replace(task, labels=lookup.labels, train=(*before, *rows))
+    unchanged = tuple(row for row in task.train if row.text not in texts)
+    return replace(task, labels=lookup.labels, train=(*unchanged, *rows))
 
 
 def _require_known(task: Task, words: Collection[str]) -> None:

@@ -75,8 +75,8 @@ class Columns:
     def positions(self, header: Sequence[str], place: str) -> list[int]:
         """Return the index of each column in a header. Raises RowError if one is missing or repeated."""
         self.require(header, place, f"; if the file has no header, add one: {','.join(self.names)}")
-        if twice := [column for column in self.names if list(header).count(column) > 1]:
-            raise RowError(f"the header names column {twice[0]!r} twice: rename one of them", place)
+        if repeated := [column for column in self.names if list(header).count(column) > 1]:
+            raise RowError(f"the header names column {repeated[0]!r} twice: rename one of them", place)
         return [header.index(column) for column in self.names]
 
     def require(self, present: Sequence[str], place: str, hint: str = "") -> None:
@@ -153,20 +153,20 @@ def rows_or_errors(
     """
     name = "stdin" if source == STDIN else source
     suffix = "" if source == STDIN else _without_compression(source).suffix.lower()[1:]
-    known: str = kind or suffix
+    format_name: str = kind or suffix
     any_row = False
     with nullcontext(sys.stdin.buffer) if source == STDIN else open_decompressed(Path(source)) as file:
-        if known in _BINARY_READERS:
-            rows: Iterator[Row | RowError] = _BINARY_READERS[known](file, columns, name)
+        if format_name in _BINARY_READERS:
+            rows: Iterator[Row | RowError] = _BINARY_READERS[format_name](file, columns, name)
         else:
             rewind = source != STDIN and file.seekable()
             encoding = detect_encoding(file) if rewind else UTF_8
             if rewind:
                 file.seek(0)
-            if encoding == WINDOWS and known in {"jsonl", "json"}:  # JSON is always UTF-8
+            if encoding == WINDOWS and format_name in {"jsonl", "json"}:  # JSON is always UTF-8
                 encoding = UTF_8
             lines = decode_lines(file, name, encoding)
-            rows = _TEXT_READERS.get(known, _plain_rows_not_json)(lines, columns, name)
+            rows = _TEXT_READERS.get(format_name, _plain_rows_not_json)(lines, columns, name)
         for row in rows:
             any_row = True
             yield row
@@ -205,12 +205,12 @@ def _csv_rows(
     # StringIO also splits at a bare carriage return, which old Macs use as line end.
     pieces = (piece for line in lines for piece in io.StringIO(line, newline=""))
     start: list[str] = []
-    named = None
+    declared_delimiter = None
     while not "".join(start).strip() and (piece := next(pieces, "")):
         if separator := _SEPARATOR_LINE.fullmatch(piece.strip(" \r\n")):
-            named, piece = separator[1], "\n"  # a blank line, so that row numbers stay
+            declared_delimiter, piece = separator[1], "\n"  # a blank line, so that row numbers stay
         start.append(piece)
-    delimiter = named or _detect_delimiter("".join(start[-1:]), columns, default_delimiter)
+    delimiter = declared_delimiter or _detect_delimiter("".join(start[-1:]), columns, default_delimiter)
     if delimiter != default_delimiter:
         message = f"{name} is read with {_DELIMITERS[delimiter]} between its cells"
         warnings.warn(message, ReadAsWarning, stacklevel=2)

@@ -151,6 +151,6 @@ def predicted_labels(
     if thresholds is None:
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         return (best,) if min_confidence is None or probabilities[best] >= min_confidence else ()
-    least = thresholds if min_confidence is None else [min_confidence] * len(thresholds)
-    pairs = enumerate(zip(probabilities, least, strict=True))
+    minimum = thresholds if min_confidence is None else [min_confidence] * len(thresholds)
+    pairs = enumerate(zip(probabilities, minimum, strict=True))
     return tuple(index for index, (probability, threshold) in pairs if probability >= threshold)

@@ -106,8 +106,8 @@ def load_task(
         )
         _check_label_format(labels, label_separator, label_columns)
         return _load_rows(path, template, labels, test_path, read)
-    columns = (text_column, label_column) != ("text", "label") or label_columns or label_separator
-    if isinstance(labels, Mapping) or columns:
+    names_columns = (text_column, label_column) != ("text", "label") or label_columns or label_separator
+    if isinstance(labels, Mapping) or names_columns:
         raise I2CLError(
             "column names (--text-column, --label-column, --label-columns), --label-separator and labels by "
             f"code (NAME=CODE) apply only to a file of rows, not to {name_or_path}: leave them out"

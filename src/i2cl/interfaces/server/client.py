@@ -245,23 +245,23 @@ class AsyncClient:
         headers = {} if body is None else {"Content-Type": content_type}
         request = http.build_request(method, path, content=body, headers=headers, params=params)
         for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+            is_last = attempt == self._retries
             try:
                 response = await self._exchange(http, request)
             except httpx.TransportError as error:
                 unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                if last or not (unsent or idempotent):
+                if is_last or not (unsent or idempotent):
                     effect = "" if unsent or idempotent else ", and whether the request took effect"
-                    why = str(error) or type(error).__name__
-                    message = f"no response from {self._url} ({why}): check that the server runs{effect}"
+                    reason = str(error) or type(error).__name__
+                    message = f"no response from {self._url} ({reason}): check that the server runs{effect}"
                     raise ServerError(0, "unreachable", message) from None
                 await self._sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             if response.status_code < 400:
                 return response
-            refused = _error_of(response)
-            if last or not _may_repeat(refused, idempotent=idempotent):
-                raise refused
+            server_error = _error_of(response)
+            if is_last or not _may_repeat(server_error, idempotent=idempotent):
+                raise server_error
             await self._sleep(_retry_after(response.headers.get("Retry-After", "")))
         raise AssertionError  # the last attempt returns or raises
 
@@ -360,8 +360,8 @@ def _tar(folder: Path) -> bytes:
             try:
                 tar.add(folder / file, arcname=file)
             except OSError as error:
-                why = f"{str(folder)!r} cannot be uploaded: {error.strerror} ({file})"
-                raise I2CLError(f"{why}: give a folder that `i2cl fit` wrote") from error
+                problem = f"{str(folder)!r} cannot be uploaded: {error.strerror} ({file})"
+                raise I2CLError(f"{problem}: give a folder that `i2cl fit` wrote") from error
     return packed.getvalue()
 
 

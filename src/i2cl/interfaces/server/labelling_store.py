@@ -31,7 +31,7 @@ PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS projects (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL UNIQUE,
-    labels TEXT NOT NULL,  -- a list in JSON
+    labels TEXT NOT NULL,  -- a JSON list
     template TEXT NOT NULL,
     created REAL NOT NULL
 );
@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS texts (
     project INTEGER NOT NULL REFERENCES projects ON DELETE CASCADE,
     text TEXT NOT NULL,
     digest BLOB NOT NULL,  -- equal for texts that differ in case and spaces only
-    place INTEGER,  -- among the suggestions; NULL: not suggested
+    place INTEGER,  -- rank among the suggestions; NULL: not suggested
     proposal TEXT,  -- the most probable label
     confidence REAL,  -- its probability
     vector BLOB,  -- float32, see i2cl.labelling.text_vectors; by this process
@@ -59,13 +59,13 @@ CREATE INDEX IF NOT EXISTS answers_of_text ON answers (text_id);
 CREATE TABLE IF NOT EXISTS rounds (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     project INTEGER NOT NULL REFERENCES projects ON DELETE CASCADE,
-    answer INTEGER NOT NULL,  -- the last one that it knew
+    answer INTEGER NOT NULL,  -- id of the last one that the round has seen
     labels INTEGER NOT NULL,
     classifier TEXT,  -- NULL: none, because fewer than two labels have a text
     accuracy REAL,  -- in a cross-validation; NULL: not measured
     low REAL,
     high REAL,
-    issues TEXT NOT NULL,  -- a list in JSON, see Issue
+    issues TEXT NOT NULL,  -- a JSON list, see Issue
     created REAL NOT NULL
 );
 -- The last answer for each text: SQLite takes the other columns from the row with the maximum.
@@ -124,7 +124,7 @@ class Round:
     """Result of one fit to the labels of a project.
 
     Attributes:
-        answer: id of the last answer that the fit knew.
+        answer: id of the last answer that the fit has seen.
         labels: number of labelled texts.
         classifier: what was fitted, such as ``"embeddings"``; None while fewer than two labels
             have a text.

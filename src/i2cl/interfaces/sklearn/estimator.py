@@ -165,31 +165,29 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             classes, rows = as_examples(texts, y, sample_weight)
             words = label_words(classes, self.labels)
         else:
-            words, rows = (
-                label_names(y, indicators.shape[1], self.labels),
-                as_multi_label_examples(texts, indicators, sample_weight),
-            )
+            words = label_names(y, indicators.shape[1], self.labels)
+            rows = as_multi_label_examples(texts, indicators, sample_weight)
             classes = np.array(words)
         options = self._options(classes, words) | {"experts": self.experts}
         ensemble, options = EnsembleConfig.take_from(options)
-        ensemble.members()  # raises
+        ensemble.members()  # raises if an encoder is missing
         method = make_injector(self.method, options, self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
         task = Task("texts", words, template, train=rows, multi_label=indicators is not None)
         seed = self._seed()
         if shots is not None:
             warn_of_small_classes(task, shots)
-        shown = rows if shots is None else up_to(task, shots, seed)
+        demonstrations = rows if shots is None else up_to(task, shots, seed)
         # Baselines use scoring="auto", so other scorings would not be comparable.
         evaluate = self.evaluate if self.scoring == "auto" else 0
-        plan = plan_evaluation(task, shown, evaluate, self.folds, seed)
+        plan = plan_evaluation(task, demonstrations, evaluate, self.folds, seed)
         decoder = self._decoder()
         task = task.with_prompt_options(
             decoder.tokenizer, chat=self.chat, instruction=self.instruction or None
         )
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
         request = FitRequest(method, ensemble, seed, self.scoring, unlabelled)
-        injection = fit_task(decoder, task, shown, request, plan)
+        injection = fit_task(decoder, task, demonstrations, request, plan)
         state = {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}
         self.injection_ = injection.with_report(settings=injection.settings | {SETTINGS_KEY: state})
         self.classes_ = classes
@@ -217,8 +215,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         require_confidence(self.min_confidence)
         scores = self._scores(X)
         if (thresholds := self.injection_.head.thresholds) is not None:
-            least = thresholds if self.min_confidence is None else self.min_confidence
-            return np.asarray(np.exp(scores) >= least).astype(int)
+            minimum = thresholds if self.min_confidence is None else self.min_confidence
+            return np.asarray(np.exp(scores) >= minimum).astype(int)
         best = self.classes_[scores.argmax(-1)]
         if self.min_confidence is None:
             return cast("np.ndarray", best)
@@ -363,8 +361,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if self.model is None:
             raise I2CLError(NO_MODEL)
         shots, limit = self.shots, 2**63
-        whole = isinstance(shots, int | np.integer) and not isinstance(shots, bool)
-        if shots is not None and not (whole and shots > 0):
+        is_integer = isinstance(shots, int | np.integer) and not isinstance(shots, bool)
+        if shots is not None and not (is_integer and shots > 0):
             raise I2CLError(f"shots is {shots!r}: pass a whole number above 0, or None for all texts")
         for name, value in (("evaluate", self.evaluate), ("folds", self.folds)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:

@@ -144,12 +144,12 @@ class EditTables:
 
 def apply_edit(sublayer: nn.Module, _inputs: Any, output: Any) -> Any:
     """Forward hook of a sublayer: ``lambda v + beta a`` with each token's slot, in float32."""
-    written = output[0] if isinstance(output, tuple) else output
+    hidden = output[0] if isinstance(output, tuple) else output
     buffers: Any = sublayer
-    slots = buffers.i2cl_slots[: written.shape[0]]
+    slots = buffers.i2cl_slots[: hidden.shape[0]]
     rows = buffers.i2cl_rows.index_select(0, slots)
     scales = buffers.i2cl_scales.index_select(0, slots)[:, None]
-    edited = torch.addcmul(rows, scales, written.float()).to(written.dtype)
+    edited = torch.addcmul(rows, scales, hidden.float()).to(hidden.dtype)
     return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 

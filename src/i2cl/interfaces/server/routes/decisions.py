@@ -9,6 +9,7 @@ lists no options, so their order has no influence.
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from fastapi import FastAPI, Response
 
@@ -36,10 +37,21 @@ from i2cl.tasks.labels import is_blank
 
 ZERO_SHOT_TEMPLATE = Template("{text}\nAnswer: {label}")
 ZERO_SHOT_TASKS = 256  # label sets whose tokens are cached
-Row = tuple[TaskQuery, Sequence[int], Entry | None]
-"""An encoded question: the query, which questions for one task share; the indices of the options among the
-labels; and the task, or None for zero-shot."""
 MakeTask = Callable[[tuple[str, ...]], LoadedTask]  # from label words
+
+
+class EncodedQuestion(NamedTuple):
+    """A question with the query that answers it.
+
+    Attributes:
+        query: text and prompt; questions for the same task share it.
+        labels: index of the label of each option.
+        task: the task; None for zero-shot.
+    """
+
+    query: TaskQuery
+    labels: Sequence[int]
+    task: Entry | None
 
 
 def add_decisions(app: FastAPI, service: Service) -> None:
@@ -54,11 +66,11 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         if is_blank(text):
             raise RefusalError(400, "bad_input", "the text is empty", "send the text to decide about")
         model, deadline = body.model or service.base, deadline_of(timeout)
-        rows = await service.encode(partial(_encode, service, make_task, model, text, questions), deadline)
-        queries = [*dict.fromkeys(query for query, _, _ in rows)]
+        encoded = await service.encode(partial(_encode, service, make_task, model, text, questions), deadline)
+        queries = [*dict.fromkeys(question.query for question in encoded)]
         scores = dict(zip(queries, await service.score(queries, deadline), strict=True))
         results = []
-        for question, (query, indices, task) in zip(questions, rows, strict=True):
+        for question, (query, indices, task) in zip(questions, encoded, strict=True):
             labels, score = query.task.scorer.task.labels, scores[query]
             decision = Decision.of(score.log_probs, score.label_mass, labels, indices, task)
             results.append(result_of(question, decision))
@@ -86,24 +98,25 @@ def add_decisions(app: FastAPI, service: Service) -> None:
 
 def _encode(
     service: Service, make_task: MakeTask, model: str, text: str, questions: Sequence[Question]
-) -> list[Row]:
+) -> list[EncodedQuestion]:
     """Encode the text for each question. Raises RefusalError: 400 if a question does not fit its task, 404
     for an unknown model; see also `TaskStore.queries`.
     """
-    rows: list[Row] = []
-    encoded: dict[str, tuple[Entry, TaskQuery]] = {}
+    encoded: list[EncodedQuestion] = []
+    by_task: dict[str, tuple[Entry, TaskQuery]] = {}
     for question in questions:
         name = _task_name(service, question, model)
         if name is None:
-            rows.append((_zero_shot_query(make_task, question, text), range(len(question.options)), None))
+            query = _zero_shot_query(make_task, question, text)
+            encoded.append(EncodedQuestion(query, range(len(question.options)), None))
             continue
-        if name not in encoded:
+        if name not in by_task:
             entry, (query,) = service.tasks.queries(name, [text])
             query.task.scorer.task.require_single_label("a decision", "send it to /v1/classify")
-            encoded[name] = entry, query
-        entry, query = encoded[name]
-        rows.append((query, choose_labels(question, entry), entry))
-    return rows
+            by_task[name] = entry, query
+        entry, query = by_task[name]
+        encoded.append(EncodedQuestion(query, choose_labels(question, entry), entry))
+    return encoded
 
 
 def _task_name(service: Service, question: Question, model: str) -> str | None:

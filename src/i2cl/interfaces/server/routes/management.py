@@ -99,8 +99,8 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         after: Annotated[str | None, Query(description="Id of the last job of the previous page.")] = None,
     ) -> dict[str, Any]:
-        found, has_more = jobs_of(service).page(request.scope.get(READER), limit, after)
-        records = [job.to_json() for job in found]
+        page, has_more = jobs_of(service).page(request.scope.get(READER), limit, after)
+        records = [job.to_json() for job in page]
         for record in records:
             del record["last"]  # can be long; GET /v1/jobs/ID returns it
         return {"object": "list", "data": records, "has_more": has_more}
@@ -108,19 +108,19 @@ def add_jobs(app: FastAPI, service: Service) -> None:
     @app.get("/v1/jobs/{identity}", summary="Status of a job")
     @policy("read")
     async def job(identity: str, request: Request) -> dict[str, Any]:
-        return _own(service, request, identity).to_json()
+        return _visible_job(service, request, identity).to_json()
 
     @app.post("/v1/jobs/{identity}/cancel", summary="Cancel a job, unless it has finished")
     @policy("read")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
-        target = _own(service, request, identity)
+        target = _visible_job(service, request, identity)
         jobs_of(service).cancel(target)
         return target.to_json()
 
     @app.delete("/v1/jobs/{identity}", summary="Remove a finished job and its answers")
     @policy("read")
     def delete(identity: str, request: Request) -> dict[str, Any]:
-        jobs_of(service).delete(_own(service, request, identity))
+        jobs_of(service).delete(_visible_job(service, request, identity))
         return {"id": identity, "object": "job", "deleted": True}
 
     @app.get(
@@ -134,7 +134,7 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         request: Request,
         seen: Annotated[int, Header(alias="Last-Event-ID", ge=0, le=2**53)] = 0,
     ) -> StreamingResponse:
-        stream = job_events(service, _own(service, request, identity), seen)
+        stream = job_events(service, _visible_job(service, request, identity), seen)
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
@@ -152,7 +152,7 @@ def add_batches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/batches/{identity}", summary="Answers of a batch job", response_class=FileResponse)
     @policy("read")
     def answers(identity: str, request: Request) -> FileResponse:
-        job = _own(service, request, identity)
+        job = _visible_job(service, request, identity)
         if job.kind != "batch":
             message, hint = f"job {identity!r} is not a batch job", f"see /v1/jobs/{identity}"
             raise RefusalError(404, "unknown_job", message, hint)
@@ -162,7 +162,7 @@ def add_batches(app: FastAPI, service: Service) -> None:
         return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
-def _own(service: Service, request: Request, identity: str) -> Job:
+def _visible_job(service: Service, request: Request, identity: str) -> Job:
     """Return a job that the caller may see. Raises RefusalError (404) otherwise."""
     job, reader = jobs_of(service).get(identity), request.scope.get(READER)
     if reader is not None and job.owner != reader:
