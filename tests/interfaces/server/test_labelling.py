@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from i2cl import encoders
 from i2cl.interfaces.server import fits, labelling
 from i2cl.interfaces.server.guard import Access
 from i2cl.interfaces.server.labelling_store import Round
@@ -354,6 +355,27 @@ def test_projects_and_rounds_survive_a_restart(open_service, make_client, task):
     assert end_round(service).events[-1]["labels"] == 10
     assert client.get(URL).json()["labelled"] == 10
     assert client.get(URL).json()["rounds"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_restarted_server_embeds_again_only_with_another_encoder(
+    open_service, make_client, task, words_encoder, monkeypatch, same
+):
+    monkeypatch.setattr(encoders, "local_encoder", lambda: None)
+    service = open_service(encoders=["words"])
+    create(make_client(service), texts_of(task))
+    assert end_round(service).status == "done"
+    service.close()
+    embedded, embed = [], labelling.text_vectors
+
+    def counting(decoder, task, texts, *more):
+        embedded.append(len(texts))
+        return embed(decoder, task, texts, *more)
+
+    monkeypatch.setattr(labelling, "text_vectors", counting)
+    service = open_service(encoders=["words"] if same else [])
+    assert label_ten(make_client(service), service, task).status == "done"
+    assert embedded == ([1] if same else [1, len(texts_of(task))])
 
 
 def test_typical_gain_shrinks_with_the_number_of_labels_and_near_perfection():

@@ -44,6 +44,7 @@ FOLDS = 10  # of the cross-validation
 TYPICAL_SLOPE, SLOPE_STD = 0.10, 0.15
 """Change of the accuracy in a round, divided by the change of the logarithm of the number of labels: mean and
 standard deviation in simulations (docs/guide/label.md)."""
+SAME_VECTOR = 0.99  # cosine; a text has another vector from another encoder
 
 _queueing = threading.Lock()
 Vector = Float[np.ndarray, " d"]  # see i2cl.labelling.text_vectors
@@ -116,7 +117,7 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
         candidates = store.candidates(project, MAX_CANDIDATES)
         rows = [LabelledText(one.id, one.text, one.label) for one in taken if one.label is not None]
         task = task_of(project, rows)
-        vectors = _vectors(job, decoder, task, store, [*taken, *candidates], encoder)
+        vectors = _vectors(job, decoder, task, store, project, [*taken, *candidates], encoder)
         texts = [one.text for one in candidates]
         chosen = _choose(texts, [one.text for one in taken], vectors)
         if task.train:
@@ -206,18 +207,33 @@ def _vectors(
     decoder: Decoder,
     task: Task,
     store: LabellingStore,
+    project: Project,
     pool: Sequence[PoolText],
     encoder: str | None,
 ) -> dict[str, Vector]:
-    """Return the vector of each text, and save new ones."""
-    unknown = [one for one in pool if one.vector is None]
+    """Return the vector of each text, and save new ones.
+
+    An earlier server may have made the stored vectors with another encoder: one of them is computed again,
+    once, and if it differs, all are.
+    """
+
+    def embed(texts: Sequence[str]) -> Float[np.ndarray, "texts d"]:
+        return text_vectors(decoder, task, texts, encoder, lambda _: decoder.pause())
+
     vectors = {one.text: np.frombuffer(one.vector, np.float32) for one in pool if one.vector is not None}
+    if vectors and project.id not in store.checked:
+        text, stored = next(iter(vectors.items()))
+        (again,) = embed([text])
+        if again.shape != stored.shape or again @ stored < SAME_VECTOR:
+            store.delete_vectors(project)
+            vectors = {}
+    store.checked.add(project.id)
+    unknown = [one for one in pool if one.text not in vectors]
     if unknown:
         job.publish_progress("embedding", texts=len(unknown))
-        texts = [one.text for one in unknown]
-        fresh = text_vectors(decoder, task, texts, encoder, lambda _: decoder.pause())
+        fresh = embed([one.text for one in unknown])
         store.save_vectors((one.id, vector.tobytes()) for one, vector in zip(unknown, fresh, strict=True))
-        vectors |= dict(zip(texts, fresh, strict=True))
+        vectors |= {one.text: vector for one, vector in zip(unknown, fresh, strict=True)}
     return vectors
 
 

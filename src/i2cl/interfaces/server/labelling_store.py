@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS texts (
     place INTEGER,  -- rank among the suggestions; NULL: not suggested
     proposal TEXT,  -- the most probable label
     confidence REAL,  -- its probability
-    vector BLOB,  -- float32, see i2cl.labelling.text_vectors; by this process
+    vector BLOB,  -- float32, see i2cl.labelling.text_vectors
     labeller TEXT,  -- who has the text until leased_until
     leased_until REAL NOT NULL DEFAULT 0,
     UNIQUE (project, digest)
@@ -70,7 +70,6 @@ CREATE TABLE IF NOT EXISTS rounds (
 );
 -- The last answer for each text: SQLite takes the other columns from the row with the maximum.
 CREATE VIEW IF NOT EXISTS current AS SELECT text_id, label, max(id) AS id FROM answers GROUP BY text_id;
-UPDATE texts SET vector = NULL;  -- perhaps of another sentence encoder
 """
 
 _ANSWERS = "FROM texts LEFT JOIN current ON text_id = texts.id WHERE project = ?"
@@ -143,6 +142,7 @@ class LabellingStore:
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises I2CLError if it is damaged, OSError if it cannot be created."""
         path.touch(mode=0o600)  # other users of the machine cannot read the texts
+        self.checked: set[int] = set()  # ids of projects whose vectors this process made or checked
         self._lock = threading.RLock()
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._connection.row_factory = sqlite3.Row
@@ -403,6 +403,11 @@ class LabellingStore:
         """Keep vectors of texts, by the ids of the texts."""
         with self._transaction() as database:
             database.executemany("UPDATE texts SET vector = ?2 WHERE id = ?1", vectors)
+
+    def delete_vectors(self, project: Project) -> None:
+        """Delete the vectors of a project's texts, which another encoder made."""
+        with self._transaction() as database:
+            database.execute("UPDATE texts SET vector = NULL WHERE project = ?", (project.id,))
 
     def save_round(
         self,
