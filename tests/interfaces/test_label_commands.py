@@ -34,7 +34,7 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     assert [set(row) for row in rows] == [{"text", "label", "suggested", "probability"}] * 4
     assert {row["label"] for row in rows} == {""}
     assert {row["suggested"] for row in rows} <= {"blue", "red"}
-    assert "label '' is not a word" in refused("fit", "reference", "first.csv", "-o", "mood")
+    assert "the label is empty" in refused("fit", "reference", "first.csv", "-o", "mood")
     for row in rows:
         row["label"] = "red" if "glad" in row["text"] else "blue"
     labels = [*rows, {"text": "a sad day", "label": "blue"}, {"text": "a glad day", "label": "red"}]

@@ -132,7 +132,7 @@ def test_bad_rows_are_reported_or_skipped(call, refused, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS, ("", "price"), ("x", ""), (" ", "login")])
     line = refused("fit", model, path, "-o", tmp_path / "new")
     empty = "3 of 27 rows cannot be used: rows 26 and 28: the text is empty"
-    for part in (empty, "row 27: label '' is not a word", "--skip-bad-rows"):
+    for part in (empty, "row 27: the label is empty", "--skip-bad-rows"):
         assert part in line
     out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
     assert err.startswith(f"note: {path}: 3 of 27 rows are skipped")
@@ -174,6 +174,20 @@ def test_boolean_labels_are_named_by_name_code_pairs(call, model, tmp_path):
 def test_invalid_name_code_pairs_are_rejected(refused, model, tmp_path, labels, message):
     path = write(tmp_path / "bools.csv", BOOLEANS)
     assert message in refused("fit", model, path, "-o", tmp_path / "new", "--labels", labels)
+
+
+def test_unknown_suffix_is_reported_before_column_options(refused, tmp_path):
+    path = tmp_path / "tweets.txt"
+    path.write_text("Tweet\tMood\nx\tgood\n")
+    message = refused("fit", "reference", path, "-o", tmp_path / "new", "--text-column", "Tweet")
+    assert f"{path}: cannot read files ending in '.txt': use one of .toml, .csv, .tsv" in message
+
+
+def test_single_further_contradiction_is_singular(call, model, tmp_path):
+    rows = [(f"text {row}", label) for row in range(6) for label in ("good", "bad")]
+    path = write(tmp_path / "mine.csv", rows)
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
+    assert "! 1 more text has several labels." in out
 
 
 def test_name_code_pairs_are_rejected_for_built_in_tasks(refused, tmp_path):

@@ -297,7 +297,7 @@ def test_invisible_text_is_empty(tmp_path, text):
 
 def test_invisible_label_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "\u200b"}, {"text": "y", "label": "b"}])
-    assert "line 1: label '\\u200b' is not a word" in failure(path, None)
+    assert "line 1: the label is empty" in failure(path, None)
 
 
 REPEATED = '{"text": "x", "label": 0, "label": 1}'
@@ -350,7 +350,7 @@ NOT_A_LABEL = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.json", "[" * 100_000, "bad JSON (maximum recursion depth"),
         ("a.jsonl", "[1]", "line 1: [1] is not an object"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', "name the file .jsonl"),
-        ("a.json", '{"rows": []}', "contains a JSON dict: write a list of objects"),
+        ("a.json", '{"rows": []}', "contains an object, not a list: write a list of objects"),
         (
             "b.csv",
             codecs.BOM_UTF8 + b"ab\xff",
@@ -373,7 +373,7 @@ UNDERIVABLE = [
     ("a.csv", "text,label\nx,0.0\ny,1.0\n", "pass the label words"),
     ("a.jsonl", '{"text": "x", "label": 0}', "pass the label words"),
     ("a.csv", "text,label\nx,ham\ny,ham\n", "every label is 'ham'"),
-    ("a.csv", "text,label\nx,ham\ny,\n", "row 3: label '' is not a word"),
+    ("a.csv", "text,label\nx,ham\ny,\n", "row 3: the label is empty: fill it in or delete the row"),
 ]
 
 
@@ -497,6 +497,17 @@ def test_all_columns_of_a_usual_file_are_listed(tmp_path):
     assert "column 18 and 21 more" in failure(path)
 
 
+@pytest.mark.parametrize("labels", [None, ("good", "bad")])
+def test_all_rows_with_the_same_problem_are_counted_together(tmp_path, labels):
+    path = write(tmp_path, "a.csv", "text,label\nx,good\ny,bad\n" + "z,\n" * 1500)
+    value = failure(path, labels)
+    assert "1,500 of 1,502 rows cannot be used: rows 4, 5, 6" in value
+    assert "23 and 1,480 more: the label is empty: fill it in or delete the row; or skip" in value
+    with pytest.raises(RowError) as caught:
+        read_labelled(path, labels)
+    assert len(caught.value.rows) == 1000
+
+
 BAD = "text,label\nx,good\n,good\ny,bad\n ,bad\nz,\nw,good,more\n"
 
 
@@ -504,7 +515,7 @@ def test_all_unusable_rows_are_named_or_skipped(tmp_path):
     path = write(tmp_path, "a.csv", BAD)
     value = failure(path, labels=None)
     assert f"{path}: 4 of 6 rows cannot be used: " in value
-    for part in ("rows 3 and 5: the text is empty", "row 6: label '' is not a word", "row 7: 3 cells but"):
+    for part in ("rows 3 and 5: the text is empty", "row 6: the label is empty", "row 7: 3 cells but"):
         assert part in value
     assert "--skip-bad-rows" in value
     with pytest.warns(ReadAsWarning, match="4 of 6 rows are skipped: rows 3 and 5: the text.*row 7"):

@@ -134,7 +134,7 @@ def test_errors_name_rows_of_parquet(tmp_path):
     path = parquet(tmp_path / "a.parquet", {"text": ["x", None, "z"], "label": ["good", "bad", None]})
     message = failure(path)
     assert "row 2: the text is empty" in message
-    assert "row 3: label None is not a word" in message
+    assert "row 3: the label is empty" in message
 
 
 def test_missing_column_of_parquet_is_named(tmp_path):
@@ -163,7 +163,7 @@ def test_errors_name_excel_rows_as_the_sheet_does(tmp_path):
     path = excel(tmp_path / "a.xlsx", [*SHEET, ["  ", "good"], ["x", None]])
     message = failure(path)
     assert "row 5: the text is empty" in message
-    assert "row 6: label None is not a word" in message
+    assert "row 6: the label is empty" in message
 
 
 def test_excel_cells_may_be_texts_numbers_or_dates(tmp_path):

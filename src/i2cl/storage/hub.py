@@ -16,7 +16,7 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from i2cl.errors import I2CLError, did_you_mean, first_line
 
@@ -33,6 +33,13 @@ _STATUS_PROBLEMS = {
 }
 
 
+def _failure(error: Exception) -> str:
+    """Return why a download failed: the hub client hides a missing connection in LocalEntryNotFoundError."""
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the hub cannot be reached"
+    return f"the hub says {type(error).__name__}"
+
+
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
     """Download files of a repository and return the folder of the snapshot.
 
@@ -44,7 +51,7 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
     except _HUB_ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         raise I2CLError(
-            f"no injection at {name!r}{at}: no such folder, and the hub says {type(error).__name__}; "
+            f"no injection at {name!r}{at}: no such folder, and {_failure(error)}; "
             "make one with `i2cl fit MODEL TASK -o FOLDER`"
         ) from None
 
@@ -56,7 +63,7 @@ def download_file(name: str) -> Path:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
     except _HUB_ERRORS as error:
         raise I2CLError(
-            f"no file {name!r}: there is no such local file, and the hub says {type(error).__name__}; give a "
+            f"no file {name!r}: there is no such local file, and {_failure(error)}; give a "
             "path, or owner/repository/file"
         ) from None
 

@@ -268,7 +268,8 @@ def _json_rows(lines: Iterator[str], columns: Columns, name: str) -> Iterator[Ro
     value = _parse_json(content, name, "correct it, or name the file .jsonl if it has one object per line")
     if not isinstance(value, list):
         hint = "write a list of objects (pandas: to_json(orient='records'))"
-        raise RowError(f"{name} contains a JSON {type(value).__name__}: {hint}")
+        kind = "an object" if isinstance(value, dict) else preview(value)
+        raise RowError(f"{name} contains {kind}, not a list: {hint}")
     for number, record in enumerate(value, start=1):
         try:
             yield _row_from_object(record, columns, f"{name} item {number}")

@@ -108,6 +108,7 @@ def load_task(
         return _load_rows(path, template, labels, test_path, read)
     names_columns = (text_column, label_column) != ("text", "label") or label_columns or label_separator
     if isinstance(labels, Mapping) or names_columns:
+        _refuse_unknown_suffix(path)
         raise I2CLError(
             "column names (--text-column, --label-column, --label-columns), --label-separator and labels by "
             f"code (NAME=CODE) apply only to a file of rows, not to {name_or_path}: leave them out"
@@ -164,9 +165,7 @@ def _load_named(name: str, data_dir: StrPath | None, test_path: StrPath | None) 
         if name in names:
             return _load_spec(builtin_spec(name), BUILTIN, data_dir, test_path)
     if (task := generated.load(name)) is None:
-        if Path(name).is_file():
-            known = ", ".join((".toml", *ROW_SUFFIXES))
-            raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
+        _refuse_unknown_suffix(Path(name))
         hint = did_you_mean(name, (task.name for task in list_tasks()))
         raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
     _refuse_test_path(name, test_path)
@@ -205,6 +204,13 @@ def _load_spec(
     if multi_label:
         require_learnable(folder / files.train, train, lookup.labels)
     return spec.to_task(train, read(test_file, lookup)[0] if test_file else ())
+
+
+def _refuse_unknown_suffix(path: Path) -> None:
+    """Raise I2CLError for a file that is neither a task TOML nor a file of rows."""
+    if path.is_file() and path.suffix.lower() != ".toml":
+        known = ", ".join((".toml", *ROW_SUFFIXES))
+        raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {known}")
 
 
 def _refuse_test_path(name: str, test_path: StrPath | None) -> None:

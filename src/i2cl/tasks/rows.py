@@ -59,12 +59,18 @@ class BadRows:
     def __init__(self, source: str) -> None:
         self.count = 0
         self.errors: list[RowError] = []
+        self._reasons: Counter[str] = Counter()  # of all rows, where one of the kept errors has the reason
         self._source = "stdin" if source == STDIN else source
 
     def add(self, *errors: RowError) -> None:
         """Add the errors of unusable rows."""
-        self.count += len(errors)
-        self.errors += errors[: _MAX_ERRORS - len(self.errors)]
+        for error in errors:
+            self.count += 1
+            if len(self.errors) < _MAX_ERRORS:
+                self.errors.append(error)
+            elif error.why not in self._reasons:
+                continue
+            self._reasons[error.why] += 1
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -84,13 +90,13 @@ class BadRows:
         for why, rows in list(rows_by_reason.items())[:_MAX_REASONS]:
             unit = rows[0].split()[0]  # row, line or item
             numbers = [row.removeprefix(f"{unit} ") for row in rows[:_MAX_NAMED_ROWS]]
-            if len(rows) > len(numbers):
-                numbers.append(f"{len(rows) - len(numbers)} more")
+            if (others := self._reasons[why] - len(numbers)) > 0:
+                numbers.append(f"{others:,} more")
             names = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
             parts.append(f"{unit}{'s' * (len(numbers) > 1)} {names}: {why}")
-            listed += len(rows)
+            listed += self._reasons[why]
         if self.count > listed:
-            parts.append(f"and {self.count - listed} more rows")
+            parts.append(f"and {self.count - listed:,} more rows")
         return "; ".join(parts)
 
     def raise_unless_skipped(self, total: int, *, skip: bool) -> None:
@@ -99,7 +105,7 @@ class BadRows:
             return
         message = str(self.errors[0])
         if self.count > 1:
-            message = f"{self._source}: {self.count} of {total} rows cannot be used: {self.summary()}"
+            message = f"{self._source}: {self.count:,} of {total:,} rows cannot be used: {self.summary()}"
         if skip:
             message += "; no row is left without them"
         elif self.count < total:
@@ -178,7 +184,7 @@ def read_labelled(
             examples.append(Example.multi_label(text, ids) if cells.multi_label else Example(text, ids[0]))
     bad.raise_unless_skipped(total, skip=skip)
     if bad.count:
-        message = f"{path}: {bad.count} of {total} rows are skipped: {bad.summary()}"
+        message = f"{path}: {bad.count:,} of {total:,} rows are skipped: {bad.summary()}"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     return tuple(examples), labels
 
@@ -341,8 +347,9 @@ def _checked(row: Row | RowError, cells: _LabelCells, *, are_words: bool) -> Row
 
 
 def _label_word(row: Row, label: object) -> str:
+    _require_label(row, label)
     word = cell_word(label)
-    if word is None or is_blank(word):
+    if word is None:
         raise RowError(
             f"label {preview(label)} is not a word: write a label word there, or pass the label words for "
             "class ids",
@@ -351,8 +358,15 @@ def _label_word(row: Row, label: object) -> str:
     return word
 
 
+def _require_label(row: Row, label: object) -> None:
+    """Raise RowError if a label is missing."""
+    if label is None or (isinstance(label, str) and is_blank(label)):
+        raise RowError("the label is empty: fill it in or delete the row", row.place)
+
+
 def _class_id(row: Row, label: object, lookup: LabelLookup) -> int:
     if (index := lookup.find(label)) is None:
+        _require_label(row, label)
         raise RowError(f"label {preview(label)} is not one of {lookup.allowed}: correct it", row.place)
     return index
 

@@ -444,8 +444,8 @@ def _label_lines(survey: "Survey") -> Iterator[str]:
     for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
         snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
         yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
-    if len(survey.contradictions) > MAX_CONTRADICTIONS:
-        yield f"! {len(survey.contradictions) - MAX_CONTRADICTIONS} more texts have several labels."
+    if (more := len(survey.contradictions) - MAX_CONTRADICTIONS) > 0:
+        yield f"! {more:,} more {'text has' if more == 1 else 'texts have'} several labels."
     if survey.codes:
         codes = list(survey.labels)[:MAX_CODES]
         pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))

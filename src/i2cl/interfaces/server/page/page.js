@@ -101,7 +101,7 @@ function showRows({ data, test_rows }) {
   for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
   if (data.separator) warnings.push(`Some labels look like several, separated by "${data.separator}": enter it as the label separator.`);
   const more = data.contradicting - data.contradictions.length;
-  if (more > 0) warnings.push(`${more} more texts have several labels.`);
+  if (more > 0) warnings.push(`${more} more ${more === 1 ? "text has" : "texts have"} several labels.`);
   $("odd").replaceChildren(...warnings.map((warning) => element("li", warning)));
   $("data").hidden = false;
 }
