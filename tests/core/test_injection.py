@@ -86,6 +86,15 @@ def test_another_model_of_the_same_shape_is_accepted_with_force(ask):
     assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
 
 
+@pytest.mark.parametrize("wrong", ["llama", None])
+def test_other_types_of_decoder_are_refused(wrong):
+    one_line(f"decoder is a {type(wrong).__name__}: pass a Decoder", made().log_probs, wrong, TEXTS)
+
+
+def test_repr_omits_the_tensors_of_the_edit():
+    assert "tensor" not in repr(made())
+
+
 def test_model_is_fingerprinted_once(monkeypatch):
     decoder, injection = Decoder(tiny_model("llama"), tiny_tokenizer()), made()
     read = Mock(wraps=decoder_module.weights_fingerprint)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitting import SHOWN, TEXTS, fit, made, one_line
-from i2cl import Example, Template
+from i2cl import Example, Template, make_methods
 
 NAMES = (
     "few_shot",
@@ -75,3 +75,7 @@ def test_empty_list_gives_no_scores_and_a_string_is_refused(name, films, demonst
 def test_prompts_without_a_common_prefix_are_not_cached(name, films):
     bare = replace(films, template=Template("{text} {label}"))
     assert fit(name, made("llama"), bare, []).log_probs(TEXTS).isfinite().all()
+
+
+def test_methods_given_as_one_string_are_refused():
+    one_line(r"names is the string 'few_shot': give a list, such as \['few_shot'\]", make_methods, "few_shot")

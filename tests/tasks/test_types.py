@@ -3,7 +3,9 @@ import random
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
+import torch
 
 from fitting import one_line
 from i2cl.tasks import Example, Task, Template
@@ -149,3 +151,36 @@ def test_quotas_are_even_and_the_remainder_is_seeded():
         assert even_quotas(sizes, total, Random(0)) == expected
     quotas = {tuple(even_quotas([9, 9, 9], 7, Random(seed))) for seed in range(30)}
     assert quotas == {(3, 2, 2), (2, 3, 2), (2, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((None, 0), "the text of an example is None, not a string"),
+        (("x", "red"), "the label of an example is 'red', not a class id"),
+        (("x", 0.5), "the label of an example is 0.5, not a class id"),
+        (("x", 0, float("nan")), "the weight of an example is nan"),
+        (("x", 0, -1.0), "the weight of an example is -1.0"),
+        (("x", 0, float("inf")), "the weight of an example is inf"),
+    ],
+)
+def test_example_of_wrong_types_or_weights_is_refused(fields, message):
+    one_line(message, Example, *fields)
+
+
+@pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1)])
+def test_integer_label_of_another_library_becomes_an_int(one):
+    assert {Example("x", one)} == {Example("x", 1)}
+    assert type(Example("x", one).label) is int
+
+
+@pytest.mark.parametrize(
+    ("labels", "template", "message"),
+    [
+        ("ab", Template.plain(), "labels of task 'films' are 'ab': give a list of words"),
+        ((1, 2), Template.plain(), r"labels of task 'films' are \(1, 2\): give a list of words"),
+        (("a", "b"), "{text} {label}", "template of task 'films' is a str"),
+    ],
+)
+def test_task_of_wrong_types_is_refused(labels, template, message):
+    one_line(message, Task, "films", labels, template)

@@ -234,8 +234,8 @@ class Injection:
         I2CLError: if the head does not fit the labels; see `LabelHead.require_labels`.
     """
 
-    context: Float[Tensor, "layers sublayers d"]
-    coefficients: Float[Tensor, "layers sublayers 2"]
+    context: Float[Tensor, "layers sublayers d"] = field(repr=False)
+    coefficients: Float[Tensor, "layers sublayers 2"] = field(repr=False)
     task: Task
     base: ModelIdentity
     head: LabelHead = field(default_factory=LabelHead)
@@ -388,8 +388,12 @@ class Injection:
             force: accept other weights, configuration or tokenizer if number of layers and width agree.
 
         Raises:
-            I2CLError: naming the difference.
+            I2CLError: naming the difference, or if ``decoder`` is not a `Decoder`.
         """
+        given: object = decoder
+        if not isinstance(given, Decoder | ModelIdentity):
+            hint = "pass a Decoder, such as Decoder.from_pretrained('smollm2')"
+            raise I2CLError(f"decoder is a {type(given).__name__}: {hint}")
         other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)

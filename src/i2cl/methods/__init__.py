@@ -56,8 +56,10 @@ def make_methods(
         recipe: further options for methods that calibrate as I2CL does; ``options`` takes precedence.
 
     Raises:
-        I2CLError: on an unknown method, or an option of none of the methods.
+        I2CLError: on an unknown method, an option of none of the methods, or one string instead of a list.
     """
+    if isinstance(names, str):
+        raise I2CLError(f"names is the string {names!r}: give a list, such as [{names!r}]")
     options = options or {}
     chosen = [part for name in names for part in _split(name)]
     known = sorted({option for part in chosen for option in _find(part).options()})

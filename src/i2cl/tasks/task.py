@@ -1,5 +1,7 @@
 """The `Task` and `Example` classes, and class-balanced sampling of rows."""
 
+import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +32,31 @@ class Example:
         weight: weight of the example's loss in a fit; positive.
         labels: class ids of a row of a multi-label task, ascending: none, some or all; None for a row with
             one ``label``.
+
+    Raises:
+        I2CLError: if the text is not a string, the label not a whole number, or the weight not positive and
+            finite.
     """
 
     text: str
     label: int
     weight: float = 1.0
     labels: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise I2CLError(
+                f"the text of an example is {self.text!r:.60}, not a string: correct or remove it"
+            )
+        try:  # a NumPy or torch integer becomes an int, so that equal examples have equal hashes
+            object.__setattr__(self, "label", operator.index(self.label))
+        except TypeError:
+            hint = "give its index in the label words"
+            raise I2CLError(
+                f"the label of an example is {self.label!r:.60}, not a class id: {hint}"
+            ) from None
+        if not 0 < self.weight < math.inf:  # also False for NaN
+            raise I2CLError(f"the weight of an example is {self.weight}: give a positive, finite number")
 
     @classmethod
     def multi_label(cls, text: str, labels: Iterable[int], weight: float = 1.0) -> "Example":
@@ -149,8 +170,9 @@ class Task:
             exactly one.
 
     Raises:
-        I2CLError: if label words are empty or repeated, a row has a class id without a label word, or rows
-            with one and with any number of labels are mixed.
+        I2CLError: if label words are one string, not strings, empty or repeated, ``template`` is not a
+            `Template`, a row has a class id without a label word, or rows with one and with any number of
+            labels are mixed.
     """
 
     name: str
@@ -166,7 +188,15 @@ class Task:
     multi_label: bool = False
 
     def __post_init__(self) -> None:
-        labels = tuple(map(normalize_word, self.labels))
+        given: object = self.labels
+        words = tuple(self.labels)
+        if isinstance(given, str) or not all(isinstance(word, str) for word in words):
+            raise I2CLError(f"labels of task {self.name!r} are {given!r:.60}: give a list of words")
+        template: object = self.template
+        if not isinstance(template, Template):
+            kind = type(template).__name__
+            raise I2CLError(f"template of task {self.name!r} is a {kind}: pass Template(...)")
+        labels = tuple(map(normalize_word, words))
         vars(self).update(name=normalize_word(self.name), labels=labels)  # the dataclass is frozen
         for text in (self.name, self.title, self.description, self.instruction, *self.labels):
             require_utf8(text, "the task's name, label word or description")
