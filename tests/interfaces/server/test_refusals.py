@@ -83,7 +83,7 @@ def second_row(text, label="y"):
         (second_row(3), "item 2: the text is 3, not"),
         ({"examples": [1]}, "1 is not an object: write one with 'text', 'label'$"),
         (second_row("\ud800"), "item 2: .* surrogate"),
-        (second_row("b", None), "item 2: label None"),
+        (second_row("b", None), "item 2: the label is empty"),
         ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
         ({"labels": ["x", "x"]}, "given twice"),
         ({"labels": ["x"]}, "at least two|not one of"),
