@@ -154,7 +154,7 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
         for method, each in complete.items()
         if method != "ensemble"
     }
-    rivals = [method for method in differences if method != OTHER_TASKS]  # which is no rival
+    rivals = [method for method in differences if method != OTHER_TASKS]  # a check of the prior, not a method
     qs = dict(zip(rivals, holm([differences[method].p for method in rivals]), strict=True))
     for method, each in complete.items():
         means = {
