@@ -41,7 +41,7 @@ from i2cl.encoders import MINILM, EmbeddingsConfig, embed, frozen_encoder
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.labelling.label_issues import FOLDS, find_label_issues, label_margins, out_of_fold_log_probs
 from i2cl.labelling.suggestion import Vectors, choose_typical
-from i2cl.models.encoding import ScoringWarning
+from i2cl.models.label_tokens import ScoringWarning
 from tables import measure_missing
 
 STRATEGIES = ("random", "typical", "uncertain")

@@ -37,7 +37,7 @@ def measured(
     prompts = scorer.queries([query.text for query in queries])
     gold = torch.tensor([query.label for query in queries])
     said: list[list[int]] = [[] for _ in prompts]
-    longest = max(map(len, labels.sequences)) if labels.full else 1
+    longest = max(map(len, labels.sequences)) if labels.full_sequences else 1
     for place in range(longest):
         so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
         result = next_token_log_probabilities(decoder, so_far, edit=edit)
@@ -47,7 +47,7 @@ def measured(
         for tokens, token in zip(said, result.argmax(-1).tolist(), strict=True):
             tokens.append(token)
     chosen = list(labels.representatives)
-    scores = score(decoder, prompts, labels, edit=edit) if labels.full else first[:, chosen]
+    scores = score(decoder, prompts, labels, edit=edit) if labels.full_sequences else first[:, chosen]
     wanted = [labels.target(label) for label in range(len(task.labels))]
     spoken = torch.tensor(
         [next((at for at, ids in enumerate(wanted) if tuple(one[: len(ids)]) == ids), -1) for one in said]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from i2cl import CalibrationConfig, Decoder, Example, Task
-from i2cl.models.encoding import label_tokens
+from i2cl.models.label_tokens import find_label_tokens
 
 BATCH = 2
 
@@ -27,7 +27,9 @@ class Naive:
         self.task = task
         self.config = config or CalibrationConfig()
         self.sublayers = [module for pair in decoder.sublayers for module in pair]
-        self.words = torch.tensor(label_tokens(decoder.encoder, task.template, task.labels).representatives)
+        self.words = torch.tensor(
+            find_label_tokens(decoder.encoder, task.template, task.labels).representatives
+        )
         self.vectors = torch.zeros(len(self.sublayers), decoder.d_model)
         self.coefficients = torch.tensor([self.config.init_lambda, self.config.init_beta])
         self.coefficients = torch.nn.Parameter(self.coefficients.repeat(len(self.sublayers), 1))

@@ -32,7 +32,7 @@ from i2cl.methods import METHODS, Method
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.cross_validation import cross_validate
 from i2cl.methods.ensemble import llm_prior
-from i2cl.models.encoding import ScoringWarning
+from i2cl.models.label_tokens import ScoringWarning
 from i2cl.storage.atomic import new_file
 from i2cl.tasks import Examples
 from i2cl.tasks.template import DEFAULT_TEMPLATE

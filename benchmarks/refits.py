@@ -16,7 +16,7 @@ from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.methods import Predictor
 from i2cl.methods.cross_validation import FOLDS, cross_validate, fold_rows
 from i2cl.methods.injecting import injection_predictor
-from i2cl.models.encoding import ScoringWarning
+from i2cl.models.label_tokens import ScoringWarning
 from tables import measure_missing
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from i2cl.core.injection import Injection
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Example, Task, Template

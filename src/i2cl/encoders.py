@@ -215,18 +215,18 @@ def _pooled_layout(folder: Path) -> tuple[Pooling, int, int | None] | None:
     try:
         modules = _read_json(folder / "modules.json")
         config, settings = _read_json(folder / CONFIG), _read_json(folder / SETTINGS)
-        _, pooling, *normalize = (_read_json(folder / one["path"] / CONFIG) for one in modules)
+        _, pooling, *normalize = (_read_json(folder / module["path"] / CONFIG) for module in modules)
         options = _read_json(folder / "config_sentence_transformers.json")
         length = settings.pop("max_seq_length", None)
         supported = (
-            [one["type"].rpartition(".")[2] for one in modules] in (MODULES, MODULES[:2])
-            and all(one["type"].startswith("sentence_transformers.") for one in modules)
-            and not (modules[0]["path"] or any("kwargs" in one for one in modules))
+            [module["type"].rpartition(".")[2] for module in modules] in (MODULES, MODULES[:2])
+            and all(module["type"].startswith("sentence_transformers.") for module in modules)
+            and not (modules[0]["path"] or any("kwargs" in module for module in modules))
             and config["model_type"] in POOLED_MODEL_TYPES
             and (folder / SETTINGS).is_file()  # older versions have other names for it
             and not (folder / "adapter_config.json").exists()
             and all(not value or value == POOLED_SETTINGS.get(name) for name, value in settings.items())
-            and all(one.get("module_input_name", EMBEDDING) == EMBEDDING for one in normalize)
+            and all(module.get("module_input_name", EMBEDDING) == EMBEDDING for module in normalize)
             and options.get("model_type", "SentenceTransformer") == "SentenceTransformer"
             and not (options.get("default_prompt_name") or options.get("requirements"))
         )
@@ -316,7 +316,7 @@ def unpacked(archive: Path) -> Path:
     """
     try:
         with zipfile.ZipFile(archive) as opened:
-            members = [(one.filename, one.CRC) for one in opened.infolist() if not one.is_dir()]
+            members = [(member.filename, member.CRC) for member in opened.infolist() if not member.is_dir()]
             if other := [name for name, _ in members if not name.endswith(ALLOWED_SUFFIXES)]:
                 raise I2CLError(f"{str(archive)!r} is not an encoder's archive: it contains {other[0]!r}")
             place = f"{MINILM}-{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"

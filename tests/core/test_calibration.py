@@ -10,7 +10,7 @@ import torch
 from fitting import FAMILIES as BASIC, decoder_of, encode, injecting, log_probability, one_line
 from i2cl import CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.core.ablations import NoisyEdit
-from i2cl.models.encoding import ScoringWarning
+from i2cl.models.label_tokens import ScoringWarning
 from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer

@@ -12,7 +12,7 @@ from fitting import TASKS, decoder_of, linear_edit, one_line, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
-from i2cl.models.encoding import label_tokens
+from i2cl.models.label_tokens import find_label_tokens
 from i2cl.models.scoring import next_token_log_probabilities, score
 from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from tiny import tiny_model, tiny_tokenizer
@@ -52,7 +52,7 @@ def describe(folder, **changes):
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
 def test_scores_match_a_linear_edit(sublayers, positions):
     decoder, injection = decoder_of("llama"), made(sublayers=sublayers, positions=positions)
-    labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
+    labels = find_label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"hook_point": "hidden" if sublayers == "hidden" else "sublayers", "positions": positions}
     edit = linear_edit(injection.context, injection.coefficients, seed=injection.seed, **record)
     for text, result in zip(TEXTS, injection.log_probs(decoder, TEXTS), strict=True):

@@ -9,7 +9,7 @@ from i2cl.core import label_mass
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import AffineEdit, edit_outputs
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
 from tiny import CASES, PATHS
 
@@ -23,14 +23,14 @@ GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("n
 SHOWN = tuple(Example(text, label) for text, label in GIVEN)
 WORDS = LabelTokens(
     ((40, 7), (90,), (40, 200, 11)),
-    full=False,
+    full_sequences=False,
     words=((40, 7), (90,), (40, 200, 11)),
     keywords=(40, 90, 200),
 )
 
 
 def tokens(first):
-    return LabelTokens(tuple((token,) for token in first), full=False)
+    return LabelTokens(tuple((token,) for token in first), full_sequences=False)
 
 
 TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:{label}"))

@@ -65,7 +65,7 @@ def by_hand(decoder, task, values, coefficients):
     with injecting(decoder, values, coefficients):
         asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), labels.tokens)
         tokens = [log_probability(decoder, query, (token,)) for query, token in asked]
-    return cross_entropy(labels.mean(torch.stack(tokens).view(len(TEXTS), -1)), GOLD)
+    return cross_entropy(labels.scores_from_tokens(torch.stack(tokens).view(len(TEXTS), -1)), GOLD)
 
 
 @tasks

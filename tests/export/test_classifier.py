@@ -159,7 +159,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|endoftext|>")
     encoder = PromptEncoder.of(tokenizer)
     template = SPACED.template
-    apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
+    apart = encoder(["Review: dull."])[0] + encoder.plain_ids("\nSentiment:")
     ids = tuple(TemplateTokenizer(tokenizer, template).tokenizer("dull.")["input_ids"])
     assert ids == encoder([template.query("dull.")])[0]
     assert len(ids) < len(apart), "the full stop and the newline are one token"
@@ -192,7 +192,7 @@ def test_truncation_keeps_the_end_of_the_template(tmp_path):
     exported(decoder, injection_for(decoder), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("a warm film " * 400, truncation=True, max_length=40)["input_ids"]
-    end = PromptEncoder.of(decoder.tokenizer).plain("\nSentiment:")
+    end = PromptEncoder.of(decoder.tokenizer).plain_ids("\nSentiment:")
     assert len(ids) == 40
     assert tuple(ids[-len(end) :]) == end
 

@@ -181,7 +181,7 @@ def test_icv_adds_no_token_if_the_tokenizer_adds_one(films, demonstrations):
     fronting = processors.TemplateProcessing("<|endoftext|> $A", None, special)
     tokenizer.backend_tokenizer.post_processor = fronting
     bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
-    assert fronted.encoder.front == (0,)
+    assert fronted.encoder.leading_ids == (0,)
     both = [directions(one, films, demonstrations) for one in (fronted, bare)]
     torch.testing.assert_close(*both)
 

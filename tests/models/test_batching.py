@@ -76,7 +76,7 @@ def test_batches_minimize_padding_and_passes(seed):
 @pytest.mark.parametrize(("before", "front"), [("", ()), ("<|endoftext|> ", (0,))])
 def test_leading_special_tokens_are_kept_and_trailing_ones_removed(before, behind, front):
     encoder = PromptEncoder.of(with_special_tokens(f"{before}$A{behind}"))
-    assert encoder.front == front
+    assert encoder.leading_ids == front
     assert encoder(["a film", "b"]) == [front + encode("a film"), front + encode("b")]
 
 
@@ -132,7 +132,7 @@ def test_very_long_texts_are_truncated_with_room_for_special_tokens(text, front)
     encoder = PromptEncoder.of(with_special_tokens(f"{front}$A"))
     with pytest.warns(TruncationWarning, match="1 of 1"):
         (cut,) = encoder.encode(query, [text], 100)
-    assert cut[: len(encoder.front)] == encoder.front == ((0,) if front else ())
+    assert cut[: len(encoder.leading_ids)] == encoder.leading_ids == ((0,) if front else ())
     assert 97 <= len(cut) <= 100
     assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
 

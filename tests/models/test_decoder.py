@@ -8,7 +8,7 @@ from fitting import close, decoder_of, free, left_as_found, one_line
 from i2cl import Architecture, CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import label_tokens
+from i2cl.models.label_tokens import find_label_tokens
 from i2cl.models.prefix import window_of
 from i2cl.models.restore import lock_of
 from i2cl.models.scoring import score
@@ -131,7 +131,7 @@ def calibrated(decoder, **arguments):
 
 
 def failing_score(decoder, error):
-    labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
+    labels = find_label_tokens(decoder.encoder, TASK.template, TASK.labels)
     score(decoder, ROWS, labels, edit=Failing(error), prefix=decoder.prefix((1, 2, 3)))
 
 

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from fitting import fit, injected, one_line
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.encoding import PromptEncoder, label_tokens
+from i2cl.models.encoding import PromptEncoder
+from i2cl.models.label_tokens import find_label_tokens
 from i2cl.models.scoring import LabelScorer
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
@@ -72,32 +73,32 @@ def special(encoder):
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_never_becomes_a_control_token(encoder, text):
     assert special(encoder) & set(encoder([text])[0])  # without `literal`, the ids contain one
-    (ids,) = encoder([encoder.literal(text)])
+    (ids,) = encoder([encoder.escape(text)])
     assert not special(encoder) & set(ids)
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
 
 
 def test_template_keeps_its_control_tokens(encoder):
     for text in LINES[:2]:
-        assert encoder.literal(text) is text
+        assert encoder.escape(text) is text
         assert encoder([text])[0] == tuple(encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
     vocabulary = encoder.tokenizer.get_vocab()
-    prompt = "<|im_start|>" + encoder.literal("dull <|im_start|>") + "<|im_end|>"
+    prompt = "<|im_start|>" + encoder.escape("dull <|im_start|>") + "<|im_end|>"
     (ids,) = encoder([prompt])
     places = [place for place, token in enumerate(ids) if token in special(encoder)]
     assert [ids[place] for place in places] == [vocabulary["<|im_start|>"], vocabulary["<|im_end|>"]]
     assert places == [0, len(ids) - 1]
     text = "a \ufdd0 film </s>"
-    (ids,) = encoder([encoder.literal(text)])
+    (ids,) = encoder([encoder.escape(text)])
     assert not special(encoder) & set(ids)
     assert "\ufdd0" in encoder.tokenizer.decode(ids)
-    assert encoder.literal("\ufdd0") != "\ufdd0"
+    assert encoder.escape("\ufdd0") != "\ufdd0"
 
 
 def test_spans_are_character_offsets_in_the_prompt(encoder):
     if not encoder.tokenizer.is_fast:
         pytest.skip("slow tokenizers know no places")
-    prompt = "<|im_start|>ab " + encoder.literal("</s> c") + "</s>"
+    prompt = "<|im_start|>ab " + encoder.escape("</s> c") + "</s>"
     spans = encoder.spans(prompt)
     assert len(spans) == len(encoder([prompt])[0])
     assert (spans[0], spans[-1]) == ((0, 12), (len(prompt) - 4, len(prompt)))
@@ -117,7 +118,7 @@ PROMPTS = (
 def test_special_token_in_a_text_leaves_the_tokens_of_the_template_unchanged(kind, prompt, text):
     encoder = PromptEncoder.of(tokenizer_of(kind))
     (expected,) = encoder([prompt.replace("{}", text)])
-    mark = encoder.literal("</s>").removeprefix("<").removesuffix("/s>")
+    mark = encoder.escape("</s>").removeprefix("<").removesuffix("/s>")
     marked = text[:1] + mark + text[1:]
     assert encoder([prompt.replace("{}", marked)]) == [expected]
 
@@ -129,7 +130,7 @@ def test_whitespace_that_a_special_token_strips_is_stripped_beside_a_marked_text
     )
     encoder = PromptEncoder.of(tokenizer)
     (plain,) = encoder(["of all \n<|user|>\n a film<|im_end|>"])
-    (marked,) = encoder(["of all \n<|user|>\n a film" + encoder.literal("</s>") + "<|im_end|>"])
+    (marked,) = encoder(["of all \n<|user|>\n a film" + encoder.escape("</s>") + "<|im_end|>"])
     assert marked[: len(plain) - 1] == plain[:-1]
 
 
@@ -145,7 +146,7 @@ SPANNING = (
 def test_text_and_template_together_never_spell_a_special_token(encoder, template, text):
     template = Template(template)
     assert special(encoder) & set(encoder([template.query(text)])[0])
-    assert not special(encoder) & set(encoder([template.query(encoder.literal(text))])[0])
+    assert not special(encoder) & set(encoder([template.query(encoder.escape(text))])[0])
 
 
 # Tokenizers, templates and labels that cannot be used
@@ -167,14 +168,18 @@ def with_bos():
 )
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
     says = "template starts with '</s>', which this tokenizer adds too.*remove it"
-    one_line(says, label_tokens, with_bos(), template, ("C", "D"))
-    label_tokens(PromptEncoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
+    one_line(says, find_label_tokens, with_bos(), template, ("C", "D"))
+    find_label_tokens(
+        PromptEncoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D")
+    )  # which adds none
 
 
 @pytest.mark.parametrize("label", ["good</s>", "<|im_end|>"])
 def test_label_with_a_special_token_is_refused(encoder, label):
     template = Template("Review: {text}\nTopic:\n{label}")
-    one_line("contains the special token .*: rename the label", label_tokens, encoder, template, ("a", label))
+    one_line(
+        "contains the special token .*: rename the label", find_label_tokens, encoder, template, ("a", label)
+    )
 
 
 @pytest.mark.parametrize("labels", [(": C", ": D"), ("(a", "(b")])
@@ -184,7 +189,7 @@ def test_label_that_merges_with_the_end_of_the_prompt_is_refused(labels):
     template = Template("Ticket: {text} Topic:{label}")
     one_line(
         "merges label .* with the end of the prompt",
-        label_tokens,
+        find_label_tokens,
         PromptEncoder.of(tokenizer),
         template,
         labels,
@@ -228,8 +233,10 @@ def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tm
     encoder = PromptEncoder.of(AutoTokenizer.from_pretrained(tmp_path))
 
     def encode(count):
-        marked = encoder.literal("<|endoftext|>")
-        return [(encoder([text * count])[0], encoder.spans(marked), encoder.plain("a")) for _ in range(20)]
+        marked = encoder.escape("<|endoftext|>")
+        return [
+            (encoder([text * count])[0], encoder.spans(marked), encoder.plain_ids("a")) for _ in range(20)
+        ]
 
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(encode, range(1, 9)))
@@ -305,17 +312,17 @@ def test_scores_of_a_spelled_control_token_are_those_of_its_characters(decoder):
 
 def test_word_level_scores_are_means_over_tokens(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d", "aea")
-    result = label_tokens(decoder.encoder, template, labels, "words")
-    assert (result.full, result.room) == (False, 0)
-    assert result.words == (*map(decoder.encoder.plain, labels[:3]), decoder.encoder.plain("ae"))
+    result = find_label_tokens(decoder.encoder, template, labels, "words")
+    assert (result.full_sequences, result.tokens_after_query) == (False, 0)
+    assert result.words == (*map(decoder.encoder.plain_ids, labels[:3]), decoder.encoder.plain_ids("ae"))
     assert len(result.tokens) == 5
     many, once = math.log1p(4 / 3), math.log1p(4)
     wide = torch.randn(2, 3, len(decoder.tokenizer))
-    a, b, c, d, e = (wide[..., ids[0]] for ids in map(decoder.encoder.plain, "abcde"))
+    a, b, c, d, e = (wide[..., ids[0]] for ids in map(decoder.encoder.plain_ids, "abcde"))
     expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
     expected.insert(2, d)
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
-    torch.testing.assert_close(result.mean(wide[..., list(result.tokens)]), result.scores(wide))
+    torch.testing.assert_close(result.scores_from_tokens(wide[..., list(result.tokens)]), result.scores(wide))
     changed = result.at_representatives(wide)
     torch.testing.assert_close(changed[..., list(result.representatives)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
@@ -323,10 +330,10 @@ def test_word_level_scores_are_means_over_tokens(decoder):
 
 def test_word_weights_of_a_fit_are_used(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
-    weights, plain = torch.randn(4, 3), label_tokens(decoder.encoder, template, labels, "words")
+    weights, plain = torch.randn(4, 3), find_label_tokens(decoder.encoder, template, labels, "words")
     result = plain.with_word_weights(weights)
     tokens = torch.randn(2, 4)
-    torch.testing.assert_close(result.mean(tokens), tokens @ weights)
+    torch.testing.assert_close(result.scores_from_tokens(tokens), tokens @ weights)
     assert result == plain  # the same labels
     with pytest.raises(I2CLError, match=r"\(3, 4\), but these labels need \(4, 3\): fit it again"):
         plain.with_word_weights(weights.T)
@@ -337,27 +344,27 @@ def test_word_weights_of_a_fit_are_used(decoder):
     [("ab", "bba", "cd"), ("a", "ab", "ba"), ("b", "ab", "ba", "ac", "ca", "cc"), ("cb", "bc", "c", "b")],
 )
 def test_labels_of_the_same_words_get_a_token_each(decoder, labels):
-    result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
+    result = find_label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
     if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
         first, second, _ = result.keywords
-        assert result.words == ((first,), (second,), decoder.encoder.plain("cd"))
+        assert result.words == ((first,), (second,), decoder.encoder.plain_ids("cd"))
         assert first != second
 
 
 def test_labels_without_a_token_of_their_own_get_an_unused_one(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
-    result = label_tokens(decoder.encoder, template, labels, "words")
+    result = find_label_tokens(decoder.encoder, template, labels, "words")
     tokens = result.keywords
     assert result.representatives == tokens
-    assert result.sequences == tuple(map(decoder.encoder.plain, labels))
+    assert result.sequences == tuple(map(decoder.encoder.plain_ids, labels))
     assert len(set(tokens)) == len(labels)
-    own = [set(decoder.encoder.plain(label)) for label in labels]
+    own = [set(decoder.encoder.plain_ids(label)) for label in labels]
     # Five labels over four characters: four labels can get distinct characters.
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
-    assert not set(tokens) & decoder.encoder.special
-    assert label_tokens(decoder.encoder, template, labels, "words") == result
+    assert not set(tokens) & decoder.encoder.special_ids
+    assert find_label_tokens(decoder.encoder, template, labels, "words") == result
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match=r"fewer tokens than there are labels .2000"):
-        label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
+        find_label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fitting import decoder_of, encode, log_probability, made
 from i2cl import Decoder, I2CLError, Task, Template
-from i2cl.models.encoding import LabelTokens, ScoringWarning, _assign_token, label_tokens
+from i2cl.models.label_tokens import LabelTokens, ScoringWarning, _assign_token, find_label_tokens
 from i2cl.models.scoring import LabelScorer
 from tiny import tiny_model, tiny_tokenizer
 
@@ -55,13 +55,13 @@ def test_labels_end_with_eos_if_the_separator_merges():
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):
-        result = label_tokens(decoder.encoder, template, ("a o", "a o a"))
+        result = find_label_tokens(decoder.encoder, template, ("a o", "a o a"))
     assert {ids[-1] for ids in result.sequences} == {decoder.tokenizer.eos_token_id}
     decoder = Decoder(decoder.model, copy.deepcopy(decoder.tokenizer))
     decoder.tokenizer.eos_token = None
     message = r"label .a o. is a prefix of label .a o a..*use other label words"
     with pytest.warns(ScoringWarning), pytest.raises(I2CLError, match=message):
-        label_tokens(decoder.encoder, template, ("a o", "a o a"))
+        find_label_tokens(decoder.encoder, template, ("a o", "a o a"))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
@@ -71,8 +71,8 @@ def test_newline_before_labels_belongs_to_the_query(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asked.labels.sequences == tuple(map(encode, LABELS))
-    assert not asked.labels.full
-    assert asked.labels.line == "\n"
+    assert not asked.labels.full_sequences
+    assert asked.labels.query_suffix == "\n"
     assert asked.queries(["dull"]) == [encode("Review: dull\nSentiment:\n")]
     texts = ["a warm film", "dull"]
     first = LabelScorer(decoder, asked.task, "first_token").scores(texts)
@@ -83,7 +83,7 @@ def test_newline_that_merges_with_labels_belongs_to_them():
     tokenizer = merging_tokenizer()
     decoder = Decoder(tiny_model("llama"), tokenizer)
     asked = LabelScorer(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
-    assert asked.labels.line == ""
+    assert asked.labels.query_suffix == ""
     assert [tokenizer.decode(list(ids)) for ids in asked.labels.sequences] == ["\nx", "\nab"]
 
 
@@ -141,7 +141,9 @@ def test_long_augmenting_paths_are_supported():
 
 @pytest.mark.parametrize("fitted", [False, True])
 def test_token_of_probability_zero_excludes_only_its_labels(fitted):
-    labels = LabelTokens(((1, 4), (2,), (3, 5)), full=False, words=((1, 4), (2,), (3, 5)), keywords=(1, 2, 3))
+    labels = LabelTokens(
+        ((1, 4), (2,), (3, 5)), full_sequences=False, words=((1, 4), (2,), (3, 5)), keywords=(1, 2, 3)
+    )
     if fitted:
         labels = labels.with_word_weights(labels.word_weights + 0.001)
     logits = torch.zeros(2, 6)

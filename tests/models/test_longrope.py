@@ -7,12 +7,13 @@ import torch
 
 from i2cl import Decoder, Task, Template
 from i2cl.models.batching import context_length
-from i2cl.models.encoding import LabelTokens, TruncationWarning
+from i2cl.models.encoding import TruncationWarning
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.scoring import LabelScorer, score
 from tiny import LIMIT, LONGROPE, tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-LABELS = LabelTokens(((5, 9, 7), (8,)), full=False)
+LABELS = LabelTokens(((5, 9, 7), (8,)), full_sequences=False)
 SAME = {"atol": 1e-5, "rtol": 1e-5}
 
 

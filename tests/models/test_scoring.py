@@ -9,7 +9,8 @@ import torch
 from fitting import decoder_of, encode, linear_edit, log_probability, made, one_line, random_edit
 from i2cl import Decoder, Task, Template
 from i2cl.models.edits import AffineEdit
-from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.encoding import TruncationWarning
+from i2cl.models.label_tokens import ScoringWarning, find_label_tokens
 from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import LabelScorer, score
 from i2cl.models.trie import Trie, TrieIndices, edge_scores
@@ -259,7 +260,7 @@ def test_prefix_can_keep_all_tokens_in_every_layer(case):
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
 def test_edited_prefix_matches_an_edited_prompt(case):
     decoder, shown = decoder_of(case), encode(SHOWN)
-    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
+    labels = find_label_tokens(decoder.encoder, TEMPLATE, LABELS)
     edit = drawn_edit(decoder, 0.3, 0.8)
     result = scores(decoder, edit=edit, prefix=decoder.prefix(shown, edit=edit))
     whole = [shown + encode(TEMPLATE.query(text)) for text in TEXTS]
@@ -273,32 +274,40 @@ def test_edited_prefix_matches_an_edited_prompt(case):
 def test_labels_are_encoded_in_context():
     encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
-        result = label_tokens(encoder, spaced, LABELS)
+        result = find_label_tokens(encoder, spaced, LABELS)
     assert result.sequences == tuple(encode(" " + label) for label in LABELS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result, forced = (
-            label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "sequence")
+            find_label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "sequence")
         )
     assert result.sequences == tuple(encode(label) for label in LABELS)
-    assert (result.full, result.room, result.target(0)) == (False, 0, encode("positive")[:1])
+    assert (result.full_sequences, result.tokens_after_query, result.target(0)) == (
+        False,
+        0,
+        encode("positive")[:1],
+    )
     room = max(len(encode(label)) for label in LABELS) - 1
-    assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))
+    assert (forced.full_sequences, forced.tokens_after_query, forced.target(1)) == (
+        True,
+        room,
+        encode("negative"),
+    )
 
 
 def test_labels_that_share_their_first_token_use_full_sequences():
     decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
     with pytest.warns(ScoringWarning, match="share their first token") as caught:
-        result = label_tokens(decoder.encoder, TEMPLATE, labels)
+        result = find_label_tokens(decoder.encoder, TEMPLATE, labels)
     assert len(caught) == 1
-    assert result.full
+    assert result.full_sequences
     queries = scorer(decoder, labels=labels).queries(TEXTS)
     assert close(score(decoder, queries, result), expected(decoder, full=True, labels=labels))
-    one_line("scoring='sequence'", label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
+    one_line("scoring='sequence'", find_label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
 
 
 def test_labels_with_the_same_tokens_are_refused():
-    one_line("same tokens", label_tokens, decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
+    one_line("same tokens", find_label_tokens, decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
 
 
 # Queries
@@ -308,12 +317,12 @@ def test_labels_with_the_same_tokens_are_refused():
 def test_long_texts_leave_room_for_the_label(case, full):
     decoder = made(case, max_position_embeddings=48)
     assert decoder.max_length == 48
-    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
+    labels = find_label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     with pytest.warns(TruncationWarning, match="1 of 2") as caught:
         cut, _ = scorer(decoder, kind(full)).queries(["a dull film " * 100, "b"])
     assert len(caught) == 1
     room = max(len(encode(label)) for label in LABELS) - 1 if full else 0
-    assert labels.room == room
+    assert labels.tokens_after_query == room
     assert 45 - room <= len(cut) <= 48 - room
     assert cut[-len(encode("\nSentiment:")) :] == encode("\nSentiment:")
     assert score(decoder, [cut], labels).isfinite().all()

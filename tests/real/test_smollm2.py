@@ -124,10 +124,10 @@ def test_a_chat_is_asked_as_its_template_says(decoder, instruction):
     ]
     asked = decoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     scorer = LabelScorer(decoder, chat)
-    prompt = chat.template.prompt([("a warm film", "positive")], "dull") + scorer.labels.line
+    prompt = chat.template.prompt([("a warm film", "positive")], "dull") + scorer.labels.query_suffix
     assert prompt == asked
     (ids,) = scorer.queries(["dull"])
-    assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + scorer.labels.line).input_ids)
+    assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + scorer.labels.query_suffix).input_ids)
     assert [decoder.tokenizer.decode(list(one)) for one in scorer.labels.sequences] == list(TASK.labels)
 
 

@@ -41,7 +41,7 @@ from i2cl.core.plan import FREE_MEMORY_SHARE, FitPlan, Solver, check_fit_size, p
 from i2cl.core.recipe import ExtractConfig, Sublayers
 from i2cl.core.weights import ClassWeight, apply_class_weight
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.memory import MemoryWarning, free_memory
 from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings, StepProgress

@@ -14,8 +14,8 @@ from i2cl.core.ablations import Positions
 from i2cl.core.experts import EXPERTS
 from i2cl.core.recipe import ACTIVE_SUBLAYERS, ExtractConfig
 from i2cl.errors import I2CLError, first_problem
-from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
+from i2cl.models.label_tokens import Scoring
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
 from i2cl.storage.layout import CARD, DESCRIPTION, EXAMPLES, TENSORS

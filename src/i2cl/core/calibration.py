@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
 from i2cl.models.batching import Batch, budget_chunks, packing_pays, shared_front
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import LabelLikelihood, StepProgress, minimize_lbfgs, train
 from i2cl.tasks import Examples, Task

@@ -49,10 +49,14 @@ def extract(
     require_demonstrations(task, demonstrations)
     decoder.require_identity()
     builds = [
-        partial(task.template.demonstration, label_word=task.labels[one.label], separator=config.separator)
-        for one in demonstrations
+        partial(
+            task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
+        )
+        for example in demonstrations
     ]
-    ids = sorted(decoder.encoder.encode(builds, [one.text for one in demonstrations], decoder.max_length))
+    ids = sorted(
+        decoder.encoder.encode(builds, [example.text for example in demonstrations], decoder.max_length)
+    )
     picker = random.Random(seed)
     ends = [(len(row) - 1) * (config.token == "last") for row in ids]
     places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends

@@ -203,7 +203,7 @@ class TfidfExpert(TextExpert):
         return dict(zip(self.tensor_names, (self.weights, self.buckets, self.idf), strict=True))
 
 
-EXPERTS = {one.name: one for one in (EmbeddingsExpert, TfidfExpert)}
+EXPERTS = {expert.name: expert for expert in (EmbeddingsExpert, TfidfExpert)}
 
 
 def stored_experts(

@@ -25,8 +25,8 @@ from i2cl.encoders import absolute
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, Edit
-from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
 from i2cl.storage import layout
 from i2cl.storage.atomic import new_folder
@@ -48,7 +48,7 @@ class LabelHead:
     """Turns the model's answer to a query into log-probabilities of the labels.
 
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
-    the label words (`i2cl.models.encoding.LabelTokens`). The bias is added. Without text experts the
+    the label words (`i2cl.models.label_tokens.LabelTokens`). The bias is added. Without text experts the
     temperature then divides; with some, the scores of all members are pooled instead (`i2cl.core.experts`).
 
     In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
@@ -90,7 +90,7 @@ class LabelHead:
     @property
     def embeddings(self) -> EmbeddingsExpert | None:
         """The expert with a sentence encoder, if there is one."""
-        return next((one for one in self.experts if isinstance(one, EmbeddingsExpert)), None)
+        return next((expert for expert in self.experts if isinstance(expert, EmbeddingsExpert)), None)
 
     @property
     def ensemble(self) -> dict[str, Any] | None:
@@ -128,14 +128,14 @@ class LabelHead:
             raise I2CLError(f"{what} do not fit together: fit it again with scoring='words'")
         thresholds = self.thresholds
         if thresholds is not None and not (
-            len(thresholds) == count and all(0 < one < 1 for one in thresholds)
+            len(thresholds) == count and all(0 < threshold < 1 for threshold in thresholds)
         ):
             raise I2CLError(
                 f"thresholds {thresholds} are not one number between 0 and 1 for each of {count} labels: fit "
                 "it again"
             )
         weights_fit = len(self.expert_weights) == (len(self.members) if self.experts else 0)
-        if not weights_fit or not all(0 <= one < math.inf for one in self.expert_weights):
+        if not weights_fit or not all(0 <= weight < math.inf for weight in self.expert_weights):
             raise I2CLError(
                 f"ensemble weights {self.expert_weights} are not one per member, at least 0: fit it again"
             )
@@ -287,8 +287,8 @@ class Injection:
     def with_encoder(self, encoder: str) -> "Injection":
         """Return a copy that loads its sentence encoder from another place."""
         moved = [
-            replace(one, encoder=encoder) if isinstance(one, EmbeddingsExpert) else one
-            for one in self.head.experts
+            replace(expert, encoder=encoder) if isinstance(expert, EmbeddingsExpert) else expert
+            for expert in self.head.experts
         ]
         return self.with_head(experts=tuple(moved))
 
@@ -402,7 +402,7 @@ class Injection:
             models = f"{self.base.name!r}, not {decoder.name!r} ({difference})"
             raise I2CLError(f"this injection was made on {models}: {hint}")
         if self.base.quantization != other.quantization:
-            mine, theirs = (one.quantization or "no quantization" for one in (self.base, other))
+            mine, theirs = (identity.quantization or "no quantization" for identity in (self.base, other))
             message = f"this injection was made with {mine} and the model is loaded with {theirs}"
             warnings.warn(f"{message}: fit it again if predictions differ", PrecisionWarning, stacklevel=2)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, Edit, Replay
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
 

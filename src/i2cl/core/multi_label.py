@@ -2,8 +2,8 @@
 
 Beyond the paper. Every pair of an example and a label is a classification with two answers: the label's score
 against a threshold. The score is a log-odds of the label's words against a reference word
-(`i2cl.models.encoding.LabelTokens`), the threshold is chosen under the plain model so that the label is on
-average as probable as it is frequent among the examples. The solvers see these pairs as examples with one
+(`i2cl.models.label_tokens.LabelTokens`), the threshold is chosen under the plain model so that the label is
+on average as probable as it is frequent among the examples. The solvers see these pairs as examples with one
 wrong answer each, whose cross-entropy is the logistic loss and has a diagonal curvature.
 """
 
@@ -51,7 +51,7 @@ class MultiLabelObjective(Objective):
 
     def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
         """Set the bias, and return the label scores under the plain model."""
-        scores = self.scorer.labels.mean(tokens)
+        scores = self.scorer.labels.scores_from_tokens(tokens)
         self.bias = frequency_bias(scores, self.gold)
         return scores + self.bias
 

@@ -48,7 +48,7 @@ def _murmurhash3(strings: Sequence[str]) -> Int[np.ndarray, " strings"]:
     Source: ``MurmurHash3_x86_32`` in https://github.com/aappleby/smhasher.
     """
     encoded = [string.encode() for string in strings]
-    lengths, result = np.array([len(one) for one in encoded]), np.empty(len(encoded), np.int64)
+    lengths, result = np.array([len(text) for text in encoded]), np.empty(len(encoded), np.int64)
     for length in np.unique(lengths).tolist():
         rows = np.flatnonzero(lengths == length)
         padded = np.zeros((len(rows), -(-length // 4) * 4), np.uint8)

@@ -22,7 +22,7 @@ from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.edits import AffineEdit
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.scoring import LabelScorer, in_order, score
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
@@ -152,13 +152,13 @@ class Objective:
 
     def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
         """Return the label scores under the plain model, given its `token_scores`."""
-        return self.scorer.labels.mean(tokens)
+        return self.scorer.labels.scores_from_tokens(tokens)
 
     def label_scores(
         self, tokens: Float[Tensor, "n tokens"], parameters: Float[Tensor, " parameters"]
     ) -> Float[Tensor, "n labels"]:
         """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
-        return self.labels(parameters).mean(tokens)
+        return self.labels(parameters).scores_from_tokens(tokens)
 
     def losses(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
         """Return the loss of each demonstration, in nats."""
@@ -275,7 +275,7 @@ class Objective:
             with torch.enable_grad():
                 logits = decoder.forward(batch, edit=edit)[:, 0].float()
                 tokens = logits[:, list(labels.tokens)]
-                scores = labels.mean(tokens)
+                scores = labels.scores_from_tokens(tokens)
                 for pair in range(directions.shape[1]):
                     decoder.pause()
                     (slope,) = backward.gradients((scores * directions[chosen, pair].to(scores)).sum())
@@ -376,5 +376,5 @@ def weighted_mean(
 
 
 def _require_finite(*values: Tensor) -> None:
-    if not all(one.isfinite().all() for one in values):
+    if not all(value.isfinite().all() for value in values):
         raise I2CLError("label scores or their derivatives are not finite: load the model in float32")

@@ -73,7 +73,9 @@ def apply_class_weight(
             known = ", ".join(map(repr, labels))
             raise I2CLError(f"class_weight names {unknown[0]!r}, which is not a label: labels are {known}")
         factors = {label: by_word.get(labels[label], 1.0) for label in totals}
-    return tuple(replace(one, weight=one.weight * factors[one.label]) for one in demonstrations)
+    return tuple(
+        replace(example, weight=example.weight * factors[example.label]) for example in demonstrations
+    )
 
 
 def example_weights(demonstrations: Sequence[Example]) -> Float[Tensor, " n"] | None:

@@ -1,8 +1,8 @@
 """Word weights: how much each word counts for each label, fitted together with the vectors or an adapter.
 
-Beyond the paper, for labels that are scored by their words (`i2cl.models.encoding.LabelTokens`). The weights
-are a linear read-out of the next-token log-probabilities. They add nothing to the cost of a query, and an
-exported model stores them in the rows of its head.
+Beyond the paper, for labels that are scored by their words (`i2cl.models.label_tokens.LabelTokens`). The
+weights are a linear read-out of the next-token log-probabilities. They add nothing to the cost of a query,
+and an exported model stores them in the rows of its head.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import MIN_TOKEN_SCORE, LabelTokens
+from i2cl.models.label_tokens import MIN_TOKEN_SCORE, LabelTokens
 from i2cl.models.scoring import score
 
 
@@ -49,5 +49,5 @@ def token_scores(
     decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: Edit | None = None
 ) -> Float[Tensor, "n tokens"]:
     """Return the log-probability of every token that label scores are computed from, after each query."""
-    single = LabelTokens(tuple((token,) for token in labels.tokens), full=False)
+    single = LabelTokens(tuple((token,) for token in labels.tokens), full_sequences=False)
     return score(decoder, queries, single, edit=edit)

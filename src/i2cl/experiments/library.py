@@ -41,13 +41,19 @@ def restrict_tasks(experiments: Sequence[Experiment], tasks: Sequence[str]) -> l
 
     Raises I2CLError if a task is in none of the experiments.
     """
-    known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
-    if all(one.tasks != "all" for one in experiments):
+    known = dict.fromkeys(
+        task for experiment in experiments if experiment.tasks != "all" for task in experiment.tasks
+    )
+    if all(experiment.tasks != "all" for experiment in experiments):
         check_tasks(tasks, list(known), "no chosen experiment")
     return [
-        one.model_copy(update={"tasks": tuple(kept)})
-        for one in experiments
-        if (kept := tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks])
+        experiment.model_copy(update={"tasks": tuple(kept)})
+        for experiment in experiments
+        if (
+            kept := tasks
+            if experiment.tasks == "all"
+            else [task for task in experiment.tasks if task in tasks]
+        )
     ]
 
 
@@ -55,12 +61,12 @@ def check_methods(experiments: Sequence[Experiment]) -> None:
     """Raise I2CLError for the first row whose method or options do not exist."""
     from i2cl.methods import make_methods
 
-    for one in experiments:
-        for row in one.rows:
+    for experiment in experiments:
+        for row in experiment.rows:
             try:
                 make_methods([row.method], row.options)
             except I2CLError as error:
-                raise I2CLError(f"experiment {one.name!r}, row {row.name!r}: {error}") from None
+                raise I2CLError(f"experiment {experiment.name!r}, row {row.name!r}: {error}") from None
 
 
 def check_tasks(tasks: Sequence[str], known: Sequence[str], subject: str) -> None:
@@ -73,13 +79,15 @@ def check_tasks(tasks: Sequence[str], known: Sequence[str], subject: str) -> Non
 
 def compare_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
     """Make ``row`` the reference of every experiment that has it. Raises I2CLError if none has."""
-    names = list(dict.fromkeys(line.name for one in experiments for line in one.rows))
+    names = list(dict.fromkeys(line.name for experiment in experiments for line in experiment.rows))
     if row not in names:
         hint = f"{did_you_mean(row, names)}use one of {'; '.join(names)}"
         raise I2CLError(f"no experiment has a row {row!r}: {hint}")
     return [
-        one.model_copy(update={"against": row}) if row in {line.name for line in one.rows} else one
-        for one in experiments
+        experiment.model_copy(update={"against": row})
+        if row in {line.name for line in experiment.rows}
+        else experiment
+        for experiment in experiments
     ]
 
 

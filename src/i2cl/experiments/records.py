@@ -16,7 +16,9 @@ from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
 # JSON field -> field of `Cost`
-COUNTS = {"trainable_parameters" if one.name == "trained" else one.name: one.name for one in fields(Cost)}
+COUNTS = {
+    "trainable_parameters" if count.name == "trained" else count.name: count.name for count in fields(Cost)
+}
 
 STORED_IN_CELL = {"model", "task", "method", "seed", "versions"}
 """Fields of `Run` that a stored `Record` omits, because its cell and its provenance have them."""

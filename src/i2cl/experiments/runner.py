@@ -105,7 +105,9 @@ class Bench:
         injection = fitted.injection
         if injection is not None and cell == default_i2cl(cell, cell.task):
             task = self.task(cell)
-            classes = [one.context for one in extract_classes(self.decoder, task, fitted.demonstrations)]
+            classes = [
+                vectors.context for vectors in extract_classes(self.decoder, task, fitted.demonstrations)
+            ]
             tensors = {
                 "context_vector": injection.context.numpy(),
                 "coefficients": injection.coefficients.numpy(),

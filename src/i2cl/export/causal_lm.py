@@ -14,7 +14,7 @@ from i2cl.core.injection import Injection
 from i2cl.export.folding import Folding, save_model
 from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.storage.atomic import new_folder, public_name, require_writable
 from i2cl.storage.card import code_block, export_card
 from i2cl.storage.layout import CARD
@@ -117,7 +117,7 @@ def write_card(folder: Path, name: str, injection: Injection, labels: LabelToken
 def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> str:
     """Describe in Markdown how to run an exported language model."""
     task = injection.task
-    prompt = task.template.query(TEXT_FIELD) + labels.line
+    prompt = task.template.query(TEXT_FIELD) + labels.query_suffix
     code = (LLAMA_CPP if form == "gguf" else TRANSFORMERS).format(
         labels=dict(zip(task.labels, labels.representatives, strict=True)),
         bias=list(injection.label_bias or ()) or 0.0,

@@ -87,7 +87,7 @@ def export_classifier(
     require_writable(path, frozenset())
     folding = Folding(decoder, injection, dtype=dtype, force=force, label_scores=False)
     model, tensors = add_classification_head(folding, injection)
-    tokenizer = TemplateTokenizer(decoder.tokenizer, injection.task.template, folding.labels.line)
+    tokenizer = TemplateTokenizer(decoder.tokenizer, injection.task.template, folding.labels.query_suffix)
     _complete_config(model.config, injection, tokenizer.tokenizer, decoder.tokenizer)
     notes = []
     if not tokenizer.encodes(TRAILING):
@@ -193,7 +193,7 @@ def label_rows(
     # logits are the LM head's output times this factor
     scale, divisor = (getattr(folding.config, name, None) for name in ("logit_scale", "logits_scaling"))
     rows = rows * float(scale or 1.0) / float(divisor or 1.0)
-    rows, offsets = labels.mean(rows.T).T, labels.mean(offsets)
+    rows, offsets = labels.scores_from_tokens(rows.T).T, labels.scores_from_tokens(offsets)
     if injection.label_bias is not None:
         offsets = offsets + torch.tensor(injection.label_bias)
     if not injection.task.multi_label:
@@ -267,7 +267,7 @@ class TemplateTokenizer:
     Args:
         tokenizer: tokenizer of the base model.
         template: template of the task.
-        line: what the prompts have after the template's query (`LabelTokens.line`).
+        line: what the prompts have after the template's query (`LabelTokens.query_suffix`).
 
     Attributes:
         tokenizer: the tokenizer with the template added.
@@ -294,8 +294,8 @@ class TemplateTokenizer:
         return [tuple(ids) for ids in self.tokenizer(list(texts))["input_ids"]] == self._prompts(texts)
 
     def _prompts(self, texts: Sequence[str]) -> list[Ids]:
-        query, literal = self._template.query, self._encoder.literal
-        return self._encoder([query(literal(text)) + self._line for text in texts])
+        query, escape = self._template.query, self._encoder.escape
+        return self._encoder([query(escape(text)) + self._line for text in texts])
 
 
 def _inner_tokenizers(backend: Tokenizer, before: str, after: str) -> Iterator[Tokenizer]:

@@ -23,7 +23,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.precision import quantization_of
 
 USE_HOOKS = "predict with hooks instead (`i2cl predict`)"
@@ -147,7 +147,7 @@ class Folding:
             raise I2CLError(f"{problem}: fit it again")
         for layer, pair in enumerate(output_projections(self.model)):
             for sublayer, name in enumerate(pair):
-                tensors = [one for one in (f"{name}.weight", f"{name}.bias") if one in self.shapes]
+                tensors = [tensor for tensor in (f"{name}.weight", f"{name}.bias") if tensor in self.shapes]
                 self.scales |= dict.fromkeys(tensors, float(betas[layer, sublayer]))
                 bias = f"{name}.bias"
                 if bias not in self.shapes and self.config.model_type in PARALLEL_BLOCKS:
@@ -320,7 +320,7 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
         raise I2CLError(f"a quantized model ({method}) cannot be folded: {hint}")
     require_foldable(injection)
     labels = injection.scorer(decoder).labels
-    if labels.full:
+    if labels.full_sequences:
         problem = "labels that share their first token are scored as full sequences, which no export can hold"
         raise I2CLError(f"{problem}: fit it again with scoring='words', or {USE_HOOKS}")
     return labels

@@ -239,7 +239,7 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str,
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
-    model, front = state.get("model", {}), PromptEncoder.of(tokenizer).front
+    model, front = state.get("model", {}), PromptEncoder.of(tokenizer).leading_ids
     if model.get("type") != "BPE":
         raise _refusal("the tokenizer is not BPE")
     if len(front) > 1:

@@ -36,7 +36,7 @@ class LoadedTask:
     @cached_property
     def kind(self) -> tuple[HookPoint, bool, Positions, int]:
         """Tasks of equal kind can share a batch."""
-        return self.edit.hook_point, self.scorer.labels.full, self.positions, self.seed
+        return self.edit.hook_point, self.scorer.labels.full_sequences, self.positions, self.seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Encode texts.
@@ -65,7 +65,7 @@ class TaskQuery:
     def tokens(self) -> int:
         """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
         labels = self.task.scorer.labels
-        if not labels.full:
+        if not labels.full_sequences:
             return len(self.ids)
         return sum(len(self.ids) + len(label) - 1 for label in labels.sequences)
 

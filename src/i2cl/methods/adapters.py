@@ -19,7 +19,7 @@ from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.errors import I2CLError, require_packages
 from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Examples, Task

@@ -10,7 +10,7 @@ from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost
 from i2cl.methods.injecting import Injector
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Examples, Task
 

@@ -224,9 +224,9 @@ class SetFit(Method):
         encoder = load_sentence_transformer(self.config.encoder, str(decoder.device))
         from sklearn.linear_model import LogisticRegression
 
-        targets = [one.label for one in demonstrations]
+        targets = [example.label for example in demonstrations]
         head = train_setfit(
-            encoder, LogisticRegression(), [one.text for one in demonstrations], targets, seed
+            encoder, LogisticRegression(), [example.text for example in demonstrations], targets, seed
         )
         encoder.to(decoder.device).eval()
         weights = list(encoder.parameters())

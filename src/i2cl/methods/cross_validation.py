@@ -159,8 +159,11 @@ def cross_validate(
     """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
-    others = [[one for one in demonstrations if fold_of.get(one.text) != fold] for fold in range(len(parts))]
-    shown = {one.text for one in demonstrations}
+    others = [
+        [example for example in demonstrations if fold_of.get(example.text) != fold]
+        for fold in range(len(parts))
+    ]
+    shown = {example.text for example in demonstrations}
     further = dict.fromkeys(row.text for row in rows if row.text not in shown)
     fold_of |= {text: number % len(parts) for number, text in enumerate(further)}
     refits = [refit(tuple(rest)) for rest in others]

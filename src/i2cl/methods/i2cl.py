@@ -10,7 +10,7 @@ from i2cl.core.recipe import CalibrationConfig, ExtractConfig
 from i2cl.methods.base import Cost, Predictor
 from i2cl.methods.injecting import Injector, injection_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Examples, Task
 

@@ -81,9 +81,13 @@ def corrupt(
         plain = replace(Template.plain(), separator=task.template.separator)
         return replace(task, template=plain), tuple(demonstrations)
     if config.corruption == "random_label":
-        return task, tuple(replace(one, label=rng.randrange(len(task.labels))) for one in demonstrations)
+        return task, tuple(
+            replace(example, label=rng.randrange(len(task.labels))) for example in demonstrations
+        )
     split = [(example, example.text.split()) for example in demonstrations]
-    return task, tuple(replace(one, text=" ".join(rng.sample(words, len(words)))) for one, words in split)
+    return task, tuple(
+        replace(example, text=" ".join(rng.sample(words, len(words)))) for example, words in split
+    )
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def _start_ids(decoder: Decoder) -> Ids:
     depends on the token, so a label of one token must not come first.
     """
     encoder, tokenizer = decoder.encoder, decoder.tokenizer
-    if encoder.front:
+    if encoder.leading_ids:
         return ()
     special = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
     return (int(special[0]),) if special else encoder(["\n"])[0]

@@ -10,7 +10,7 @@ from i2cl.methods.base import Cost, Method, Predictor
 from i2cl.methods.postprocessing import PostProcessedPredictor
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Examples, Task
 

@@ -198,14 +198,14 @@ def _spans(scorer: LabelScorer, texts: Sequence[str], queries: Sequence[Ids]) ->
     A token that overlaps the text and the template counts as text. The tokens after the text are counted from
     the end, since a long text was cut at its end.
     """
-    encoder, template, line = scorer.decoder.encoder, scorer.task.template, scorer.labels.line
+    encoder, template, line = scorer.decoder.encoder, scorer.task.template, scorer.labels.query_suffix
     head, tail = len(template.opening + template.head), len(template.middle + line)  # characters
     for text, ids in zip(texts, queries, strict=True):
-        prompt = template.query(encoder.literal(text)) + line
+        prompt = template.query(encoder.escape(text)) + line
         offsets = encoder.spans(prompt)
         before = sum(right <= head for _, right in offsets)
         after = sum(left >= len(prompt) - tail for left, _ in offsets)
-        first = len(encoder.front) + before
+        first = len(encoder.leading_ids) + before
         yield first, max(first + 1, len(ids) - after)
 
 

@@ -20,7 +20,8 @@ from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.batching import Ids, shared_front
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import Scoring, TruncationWarning
+from i2cl.models.encoding import TruncationWarning
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.prefix import Prefix, uses_alibi
 from i2cl.models.scoring import (
     LabelScorer,
@@ -122,8 +123,8 @@ def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
     require_labels(scorer.task, demonstrations)
     task, encoder, limit = scorer.task, scorer.decoder.encoder, scorer.decoder.max_length
     ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # within each label
-    pairs = [(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
-    ranked = [(next(ranks[one.label]), pair) for one, pair in zip(demonstrations, pairs, strict=True)]
+    pairs = [(encoder.escape(example.text), task.labels[example.label]) for example in demonstrations]
+    ranked = [(next(ranks[example.label]), pair) for example, pair in zip(demonstrations, pairs, strict=True)]
     largest_class = max((rank for rank, _ in ranked), default=0)
     longest_text = max((text for text, _ in pairs), key=len, default="")
 
@@ -132,7 +133,7 @@ def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
 
     def tokens_needed(per_class: int) -> int:
         prompt = task.template.prompt(first(per_class), longest_text)
-        return len(encoder([prompt])[0]) + scorer.labels.room
+        return len(encoder([prompt])[0]) + scorer.labels.tokens_after_query
 
     if limit is None or tokens_needed(largest_class) <= limit:
         return first(largest_class)
@@ -161,7 +162,7 @@ def common_prefix_ids(scorer: LabelScorer, shown: Pairs) -> Ids:
 
 
 class ScoringConfig(Settings):
-    """Label scoring; see `i2cl.models.encoding.Scoring`."""
+    """Label scoring; see `i2cl.models.label_tokens.Scoring`."""
 
     scoring: Scoring = "auto"
 
@@ -261,5 +262,5 @@ def anchor_indices(decoder: Decoder, task: Task, shown: Pairs, count: int) -> tu
         any(start <= left and right <= end for start, end in texts)
         for left, right in decoder.encoder.spans(prompt)
     ]
-    front = len(decoder.encoder.front)
+    front = len(decoder.encoder.leading_ids)
     return tuple(index for index in range(count) if index < front or not is_text[index - front])

@@ -53,7 +53,7 @@ def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
         first=torch.tensor([end - len(row) for end, row in zip(ends, ids, strict=True)], device=device),
         last=torch.tensor(ends, device=device) - 1,
         rows=tuple(range(len(ids))),
-        position_ids=torch.tensor([[place for row in ids for place in range(len(row))]], device=device),
+        position_ids=torch.tensor([[position for row in ids for position in range(len(row))]], device=device),
     )
 
 
@@ -75,11 +75,11 @@ def context_length(config: Any, otherwise: int) -> int | None:
     context: transformers resets the angles that a longer row changed only for rows shorter than the context.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
-    ropes = [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
-    kinds = [str(one.get("rope_type")) for one in ropes]
+    ropes = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
+    kinds = [str(rope.get("rope_type")) for rope in ropes]
     limits = [
-        int(one["original_max_position_embeddings"])
-        for one, kind in zip(ropes, kinds, strict=True)
+        int(rope["original_max_position_embeddings"])
+        for rope, kind in zip(ropes, kinds, strict=True)
         if kind == "longrope"
     ]
     lengths = [getattr(config, field, None) for field in ("max_position_embeddings", "max_seq_len")]
@@ -121,16 +121,16 @@ def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
 
 
 # A pass over few tokens costs at least 1/8 of a full batch, since it reads all weights.
-PASSES_A_BATCH = 8
+MIN_PASS_COST = 1 / 8
 
 
-def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> list[int]:
+def batch_sizes(lengths: Sequence[int], max_rows: Sequence[int], pass_cost: float) -> list[int]:
     """Split rows into batches with the least padding and number of passes, by dynamic programming.
 
     Args:
         lengths: of the rows, longest first.
-        most: maximum number of rows of a batch that starts with each row, at least 1.
-        price: cost of a pass, in tokens.
+        max_rows: maximum number of rows of a batch that starts with each row, at least 1.
+        pass_cost: cost of a pass, in tokens.
 
     Returns:
         The number of rows of each batch.
@@ -141,11 +141,11 @@ def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> li
     for row in range(count - 1, -1, -1):
         if row + 1 < count:
             shorter[row] = row + 1 if lengths[row + 1] < lengths[row] else shorter[row + 1]
-        end, after = min(count, row + most[row]), shorter[row]
-        best[row] = lengths[row] * (end - row) + price + best[end]
+        end, after = min(count, row + max_rows[row]), shorter[row]
+        best[row] = lengths[row] * (end - row) + pass_cost + best[end]
         size[row] = end - row
         while after < end:
-            cost = lengths[row] * (after - row) + price + best[after]
+            cost = lengths[row] * (after - row) + pass_cost + best[after]
             if cost < best[row]:
                 best[row], size[row] = cost, after - row
             after = shorter[after]

@@ -319,7 +319,7 @@ class Decoder:
         """
         self.pause()
         keep = Keep(hook_point, batch.last if at is None else at)
-        edited, captured = (editing(one, self.blocks, self.hook_points, batch) for one in (edit, keep))
+        edited, captured = (editing(part, self.blocks, self.hook_points, batch) for part in (edit, keep))
         with self.frozen(), torch.no_grad(), edited, captured:
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
@@ -426,7 +426,7 @@ class Decoder:
             if row_bytes is not None:
                 rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
             max_rows.append(max(1, rows))
-        return batching.batch_sizes(lengths, max_rows, budget / batching.PASSES_A_BATCH)
+        return batching.batch_sizes(lengths, max_rows, budget * batching.MIN_PASS_COST)
 
     def _recover(self, rows: int, length: int, reserve: int) -> int:
         """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""

@@ -25,7 +25,7 @@ class LanguageWarning(UserWarning):
 def warn_of_language(decoder: Decoder, texts: Sequence[str]) -> None:
     """Emit a `LanguageWarning` if the LLM's tokenizer needs unusually many tokens for these texts."""
     words = _foreign_words(texts)
-    tokens = sum(len(decoder.encoder.plain(text)) for text in words)
+    tokens = sum(len(decoder.encoder.plain_ids(text)) for text in words)
     if tokens > MAX_TOKENS_PER_BYTE * len("".join(words).encode()):
         rate = tokens / max(1, sum(map(len, words)))
         message = f"the tokenizer of {decoder.name} needs {rate:.1f} tokens per character of these texts"
@@ -49,10 +49,12 @@ def _foreign_words(texts: Sequence[str]) -> list[str]:
     """Return texts without digits, punctuation and symbols; an empty list if nearly all letters are ASCII."""
     words = [_letters(text) for text in texts[:MAX_TEXTS_CHECKED]]
     letters = "".join(words).replace(" ", "")
-    foreign = sum(not one.isascii() for one in letters)
+    foreign = sum(not letter.isascii() for letter in letters)
     return words if letters and foreign >= MIN_FOREIGN_SHARE * len(letters) else []
 
 
 def _letters(text: str) -> str:
-    kept = (one if unicodedata.category(one)[0] in "LM" else " " for one in text)  # M: combining marks
+    kept = (
+        letter if unicodedata.category(letter)[0] in "LM" else " " for letter in text
+    )  # M: combining marks
     return " ".join("".join(kept).split())

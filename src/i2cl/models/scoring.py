@@ -14,7 +14,7 @@ from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import LabelTokens, Scoring, SharedFirstTokenError, label_tokens
+from i2cl.models.label_tokens import LabelTokens, Scoring, SharedFirstTokenError, find_label_tokens
 from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
@@ -115,16 +115,16 @@ class LabelScorer:
             return cls(decoder, task, "words")
         if scoring == "auto":
             try:
-                label_tokens(decoder.encoder, task.template, task.labels, "first_token")
+                find_label_tokens(decoder.encoder, task.template, task.labels, "first_token")
             except SharedFirstTokenError:
                 return cls(decoder, task, "words")
         return cls(decoder, task, scoring)
 
     @cached_property
     def labels(self) -> LabelTokens:
-        """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
+        """Tokens of the label words as they follow a query. Raises I2CLError: see `find_label_tokens`."""
         task = self.task
-        tokens = label_tokens(
+        tokens = find_label_tokens(
             self.decoder.encoder, task.template, task.labels, self.scoring, multi_label=task.multi_label
         )
         return tokens if self.word_weights is None else tokens.with_word_weights(self.word_weights)
@@ -144,13 +144,17 @@ class LabelScorer:
                 with an empty text.
         """
         require_texts(texts)
-        limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
-        ask, line = build or self.task.template.query, self.labels.line
-        return self.decoder.encoder.encode(lambda text: ask(text) + line, texts, limit, cut=cut)
+        limit = (
+            None
+            if self.decoder.max_length is None
+            else self.decoder.max_length - self.labels.tokens_after_query
+        )
+        ask, suffix = build or self.task.template.query, self.labels.query_suffix
+        return self.decoder.encoder.encode(lambda text: ask(text) + suffix, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """Return the text in front of a label: the template's query, and a newline that belongs to it."""
-        return self.task.template.query(text) + self.labels.line
+        return self.task.template.query(text) + self.labels.query_suffix
 
     def scores(
         self, texts: Sequence[str], *, edit: Edit | None = None, progress: Progress | None = None
@@ -187,13 +191,13 @@ def score(
     Returns:
         Scores in float32 on the CPU; -inf beyond the labels of a query that has fewer than others.
     """
-    each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
-    most = max((len(one.sequences) for one in each), default=0)
-    scores = torch.full((len(queries), most), -torch.inf)
-    request = _Request(decoder, queries, each[: len(queries)], edit, prefix)
+    of_query = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
+    columns = max((len(tokens.sequences) for tokens in of_query), default=0)
+    scores = torch.full((len(queries), columns), -torch.inf)
+    request = _Request(decoder, queries, of_query[: len(queries)], edit, prefix)
     with decoder.frozen(), torch.no_grad():
-        for places, values, finished in request.parts():
-            scores[places] = values.cpu()
+        for cells, values, finished in request.parts():
+            scores[cells] = values.cpu()
             if progress is not None:
                 progress(finished)
     return scores
@@ -239,9 +243,9 @@ def next_token_log_probabilities(
 
 
 def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """Stack rows that come in parts, each part with the places of its rows."""
-    row_of = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
-    return torch.stack([row_of[place] for place in range(len(row_of))])
+    """Stack rows that come in parts, each part with the indices of its rows."""
+    row_of = {index: row for indices, rows in parts for index, row in zip(indices, rows, strict=True)}
+    return torch.stack([row_of[index] for index in range(len(row_of))])
 
 
 def in_parts(
@@ -274,9 +278,9 @@ class _Request:
 
         Full label sequences share one row per query, as branches of a trie, where model and edit allow it.
         That excludes models that build masks or positions themselves, rows beyond the sliding window or the
-        context length, edits that depend on a token's place, and cached prefixes.
+        context length, edits that depend on a token's position, and cached prefixes.
         """
-        if not any(labels.full for labels in self.labels):
+        if not any(labels.full_sequences for labels in self.labels):
             yield from self._single_tokens()
             return
         decoder, forks, others = self.decoder, list[int](), list[int]()
@@ -301,29 +305,31 @@ class _Request:
     def _single_tokens(self) -> Iterator[Part]:
         """Score labels by their first tokens or words: one row per query."""
         for batch, values in self.next_token_log_probs():
-            each = [self.labels[row] for row in batch.rows]
-            places = _cells(batch.rows, [len(labels.sequences) for labels in each])
-            if all(labels is each[0] for labels in each):
-                yield places, each[0].scores(values).flatten(), len(batch.rows)
+            of_row = [self.labels[row] for row in batch.rows]
+            cells = _cells(batch.rows, [len(labels.sequences) for labels in of_row])
+            if all(labels is of_row[0] for labels in of_row):
+                yield cells, of_row[0].scores(values).flatten(), len(batch.rows)
             else:
-                parts = [labels.scores(row) for labels, row in zip(each, values, strict=True)]
-                yield places, torch.cat(parts), len(batch.rows)
+                parts = [labels.scores(row) for labels, row in zip(of_row, values, strict=True)]
+                yield cells, torch.cat(parts), len(batch.rows)
 
     def _forked(self, chosen: Sequence[int]) -> Iterator[Part]:
         """Score full sequences: one row per query, followed by all of its labels."""
         tries = [Trie.of(self.labels[row].sequences) for row in chosen]
 
         def run(batch: Batch) -> list[Tensor]:
-            some = [tries[place] for place in batch.rows]
-            rows = tuple(chosen[place] for place in batch.rows)
-            forked = forked_batch([self.queries[row] for row in rows], some, self.decoder.device)
-            at = _from_last(forked, 1 + max(len(trie.tokens) for trie in some))
-            return edge_scores(self.decoder.forward(replace(forked, rows=rows), at=at, edit=self.edit), some)
+            of_row = [tries[index] for index in batch.rows]
+            rows = tuple(chosen[index] for index in batch.rows)
+            forked = forked_batch([self.queries[row] for row in rows], of_row, self.decoder.device)
+            at = _from_last(forked, 1 + max(len(trie.tokens) for trie in of_row))
+            return edge_scores(
+                self.decoder.forward(replace(forked, rows=rows), at=at, edit=self.edit), of_row
+            )
 
         ids = [self.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
-        for batch, each in self.decoder.run_batches(ids, run):
-            places = _cells([chosen[place] for place in batch.rows], [len(values) for values in each])
-            yield places, torch.cat(each), len(batch.rows)
+        for batch, parts in self.decoder.run_batches(ids, run):
+            cells = _cells([chosen[index] for index in batch.rows], [len(values) for values in parts])
+            yield cells, torch.cat(parts), len(batch.rows)
 
     def _one_row_per_label(self, chosen: Sequence[int]) -> Iterator[Part]:
         """Score full sequences: one row for each query and label."""
@@ -331,14 +337,14 @@ class _Request:
         ids = [self.queries[row] + self.labels[row].sequences[label][:-1] for row, label in pairs]
 
         def run(group: Batch) -> Tensor:
-            some = [pairs[place] for place in group.rows]
-            targets = [self.labels[row].sequences[column] for row, column in some]
+            some = [pairs[index] for index in group.rows]
+            targets = [self.labels[row].sequences[label] for row, label in some]
             batch = labelled_batch([self.queries[row] for row, _ in some], targets, self.decoder.device)
             batch = replace(batch, rows=tuple(row for row, _ in some))
             return sequence_log_probabilities(self.decoder, batch, targets, self.edit, self.prefix)
 
         for group, values in self.decoder.run_batches(ids, run, reserve=self._reserve):
-            rows, columns = zip(*(pairs[place] for place in group.rows), strict=True)
+            rows, columns = zip(*(pairs[index] for index in group.rows), strict=True)
             finished = sum(1 / len(self.labels[row].sequences) for row in rows)
             yield (torch.tensor(rows), torch.tensor(columns)), values, finished
 
@@ -381,9 +387,9 @@ def sequence_log_probabilities(
     length = max(map(len, targets))
     logits = decoder.forward(batch, at=_from_last(batch, length), edit=edit, prefix=prefix)
     padded = torch.tensor([ids + (-1,) * (length - len(ids)) for ids in targets], device=logits.device)
-    wide = logits.float()
-    chosen = wide.gather(-1, padded.clamp(min=0)[..., None])[..., 0] - wide.logsumexp(-1)
-    return chosen.where(padded >= 0, 0.0).sum(-1)
+    logits = logits.float()
+    log_probs = logits.gather(-1, padded.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(-1)
+    return log_probs.where(padded >= 0, 0.0).sum(-1)
 
 
 def _from_last(batch: Batch, count: int) -> Int[Tensor, "batch positions"]:

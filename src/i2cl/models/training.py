@@ -15,7 +15,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import LabelTokens
+from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import labelled_batch, sequence_log_probabilities
 
@@ -87,7 +87,7 @@ class LabelLikelihood:
     ) -> None:
         if not among_labels and labels.words:
             raise I2CLError("scoring='words' compares labels with each other: set loss='labels' as well")
-        if among_labels and labels.full:
+        if among_labels and labels.full_sequences:
             raise I2CLError("loss='labels' cannot score full sequences: use scoring='words'")
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.queries, self.among_labels = queries, among_labels
@@ -271,8 +271,8 @@ class Backward:
                 value * self.scale, self.parameters, retain_graph=True, allow_unused=True
             )
             fits = self.scale <= 1.0 or not value.isfinite()
-            if fits or all(one is None or one.isfinite().all() for one in scaled):
-                return [None if one is None else one / self.scale for one in scaled]
+            if fits or all(gradient is None or gradient.isfinite().all() for gradient in scaled):
+                return [None if gradient is None else gradient / self.scale for gradient in scaled]
             self.scale /= 2
 
 

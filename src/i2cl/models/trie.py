@@ -76,7 +76,7 @@ class TrieIndices(NamedTuple):
 
     def to(self, device: torch.device) -> "TrieIndices":
         """Copy to a device."""
-        return TrieIndices(*(one.to(device) for one in self))
+        return TrieIndices(*(indices.to(device) for indices in self))
 
     def scores(self, logits: Float[Tensor, "positions vocab"], count: int) -> Float[Tensor, " labels"]:
         """Compute the log-probability of each of ``count`` labels."""

@@ -233,7 +233,9 @@ def test_requests_during_a_fit_do_not_change_its_result(
 
     shared = SharedDecoder(batcher, SimpleNamespace(raise_if_cancelled=record_hooks))
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
-    assert LabelScorer(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
+    assert (
+        LabelScorer(shared, task).labels.full_sequences == whole
+    )  # otherwise this tests the wrong kind of scoring
     shown = task.sample(1)
     alone, fit = (batcher.run(lambda: method.fit_injection(shared, task, shown)) for _ in range(2))
     rows, tickets = store.queries("a", [TEXTS[0]])[1], []

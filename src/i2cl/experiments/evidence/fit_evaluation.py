@@ -56,7 +56,7 @@ from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.storage.atomic import public_name
 from i2cl.tasks import Example, Examples, Task
 

@@ -148,7 +148,11 @@ def build(
             sections.append(replace(section, missing=(*section.missing, *notes)))
             notes = []
     rows = [row for experiment in experiments for row in experiment.rows]
-    failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
+    failed = [
+        record
+        for record in records
+        if record.status == "failed" and any(row.holds(record.cell) for row in rows)
+    ]
     return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
 
 
@@ -157,7 +161,7 @@ def _anchor(name: str, sections: Sequence[Section]) -> str:
     plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:MAX_ANCHOR]
     used = {section.anchor for section in sections}
     numbered = (f"{plain}-{number}" for number in itertools.count(2))
-    return next(one for one in itertools.chain([plain], numbered) if one not in used)
+    return next(candidate for candidate in itertools.chain([plain], numbered) if candidate not in used)
 
 
 def _section(
@@ -194,7 +198,11 @@ def _section(
 def _main_settings(settings: Sequence[Results]) -> tuple[list[Results], list[str]]:
     """Leave out settings with less than half the rows of another: those were run for other experiments."""
     most = max((len(results.rows) for results in settings), default=0)
-    main = [one for one in settings if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
+    main = [
+        setting
+        for setting in settings
+        if most == 1 or (len(setting.rows) > 1 and 2 * len(setting.rows) >= most)
+    ]
     return main, [
         f"section for {results.setting.words}: it has only {'; '.join(row.name for row in results.rows)}"
         for results in settings
@@ -216,9 +224,13 @@ def _missing_rows(results: Results, skipped: Collection[str]) -> list[str]:
 
 def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | None]:
     """Return the names of rows that were skipped on this model, with the reason."""
-    skipped = [one for one in records if one.status == "skipped" and one.cell.model == results.setting.model]
+    skipped = [
+        record
+        for record in records
+        if record.status == "skipped" and record.cell.model == results.setting.model
+    ]
     rows = results.experiment.rows
-    return {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
+    return {row.name: record.error for record in skipped for row in rows if row.holds(record.cell)}
 
 
 def _reason(view: View, against: str, *, draw: bool) -> str:
@@ -239,7 +251,7 @@ def _draw(results: Results, vectors: Vectors, view: View) -> "Figure | None":
 def _failures(records: Sequence[Record]) -> Table | None:
     columns = ("Model", "Task", "Method", "Seed", "Error")
     rows = []
-    for cell, error in ((one.cell, " ".join((one.error or "unknown").split())) for one in records):
+    for cell, error in ((record.cell, " ".join((record.error or "unknown").split())) for record in records):
         options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
         method = f"{cell.method} ({options})" if options else cell.method
         shortened = error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR]} ..."
@@ -255,7 +267,10 @@ def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tupl
             if value is not None:
                 values.setdefault(name, {})[str(value)] = None
     outcomes = [outcome(record) for record in records]
-    hours = [sum(one.fit_seconds for one in outcomes), sum(one.predict_seconds for one in outcomes)]
+    hours = [
+        sum(outcome.fit_seconds for outcome in outcomes),
+        sum(outcome.predict_seconds for outcome in outcomes),
+    ]
     days = sorted(record.started[:10] for record in records)
     cells = f"{len(records):,} done" + (f", {failed:,} failed" if failed else "")
     lines = [

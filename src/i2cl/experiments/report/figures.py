@@ -127,13 +127,13 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
     entries = _entries(results)
     if not entries:
         return None
-    names = [textwrap.fill(one.name, 44) for one in entries]
+    names = [textwrap.fill(entry.name, 44) for entry in entries]
     pitch = 0.36 + 0.18 * max(name.count("\n") for name in names)
     figure, (axes,) = panels(1, 8.0, 0.9 + pitch * len(entries))
     positions = np.arange(len(entries))
-    means, sds = 100 * np.array([(one.accuracy.mean, one.accuracy.sd) for one in entries]).T
-    axes.barh(positions, means, color=[one.colour for one in entries], height=0.25 / pitch)
-    several = np.array([one.accuracy.seeds > 1 for one in entries])
+    means, sds = 100 * np.array([(entry.accuracy.mean, entry.accuracy.sd) for entry in entries]).T
+    axes.barh(positions, means, color=[entry.colour for entry in entries], height=0.25 / pitch)
+    several = np.array([entry.accuracy.seeds > 1 for entry in entries])
     line: Any = {"fmt": "none", "ecolor": "black", "elinewidth": 1.2, "capsize": 3}
     axes.errorbar(means[several], positions[several], xerr=sds[several], **line)
     for position, mean, sd, has_sd in zip(positions, means, sds, several, strict=True):
@@ -210,9 +210,11 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     time = figure.add_subplot(1, 2, 1)
     memory = figure.add_subplot(1, 2, 2, sharey=time)
     memory.tick_params(labelleft=False)
-    heights = np.array([100 * one.accuracy.mean for one in entries])
-    milliseconds = np.array([mean_times(results, one.line, results.tasks_of(one.line))[1] for one in entries])
-    size = np.array([_stored_bytes(results, one.line) for one in entries])
+    heights = np.array([100 * entry.accuracy.mean for entry in entries])
+    milliseconds = np.array(
+        [mean_times(results, entry.line, results.tasks_of(entry.line))[1] for entry in entries]
+    )
+    size = np.array([_stored_bytes(results, entry.line) for entry in entries])
     _time_axis(time, milliseconds)
     _memory_axis(memory, size)
     time.set_ylabel(_accuracy_label(results))
@@ -220,9 +222,9 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     time.set_ylim(low - 0.08 * (high - low) - 1, high + 0.15 * (high - low) + 1)
     time.yaxis.set_major_locator(ticker.FixedLocator([tick for tick in time.get_yticks() if tick <= 100]))
     for axes, cost in ((time, milliseconds), (memory, size)):
-        for x, y, one in zip(cost, heights, entries, strict=True):
-            zorder = 4 if one.colour == REFERENCE else 3  # the reference row is drawn on top
-            axes.plot(x, y, "o", ms=7, color=one.colour, mec="white", mew=0.6, zorder=zorder)
+        for x, y, entry in zip(cost, heights, entries, strict=True):
+            zorder = 4 if entry.colour == REFERENCE else 3  # the reference row is drawn on top
+            axes.plot(x, y, "o", ms=7, color=entry.colour, mec="white", mew=0.6, zorder=zorder)
         _label_points(axes, cost, heights, entries)
     return figure
 
@@ -231,7 +233,7 @@ def _label_points(
     axes: Axes, x: Float[np.ndarray, " rows"], y: Float[np.ndarray, " rows"], entries: Sequence[_Entry]
 ) -> None:
     """Label each point without overlaps. The limits of the axes must be final."""
-    names, colours = [textwrap.fill(one.name, 30) for one in entries], [one.colour for one in entries]
+    names, colours = [textwrap.fill(entry.name, 30) for entry in entries], [entry.colour for entry in entries]
     look: Any = {"textsize": 9, "textcolor": colours, "linecolor": "#8a8a8a", "linewidth": 0.8}
     look |= {"avoid_label_lines_overlap": True, "avoid_crossing_label_lines": True, "in_layout": False}
     search: Any = {"max_distance": 0.6, "nbr_candidates": 1000}
@@ -241,7 +243,9 @@ def _label_points(
 def _stored_bytes(results: Results, line: Line) -> float:
     """Return the bytes that a line stores per task: mean over seeds, then over tasks."""
     tasks = (results.outcomes(line, task) for task in results.tasks_of(line))
-    return float(np.mean([np.mean([one.cost.cached_bytes for one in outcomes]) for outcomes in tasks]))
+    return float(
+        np.mean([np.mean([outcome.cost.cached_bytes for outcome in outcomes]) for outcomes in tasks])
+    )
 
 
 def _time_axis(axes: Axes, milliseconds: Float[np.ndarray, " rows"]) -> None:
@@ -283,9 +287,14 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
     for axes, title in ((left, "as predicted"), (right, "at the best temperature of each task")):
         axes.plot([0, 100], [0, 100], ls="--", lw=1, color=FAINT)
         for line, tasks in scores_of.items():
-            each = [one.at(1.0 if axes is left else one.temperature) for one in tasks.values()]
+            each = [
+                calibration.at(1.0 if axes is left else calibration.temperature)
+                for calibration in tasks.values()
+            ]
             confidences = np.concatenate([np.exp(scores.max(2)).ravel() for scores in each])
-            correct = np.concatenate([(one.predictions == one.gold).ravel() for one in tasks.values()])
+            correct = np.concatenate(
+                [(calibration.predictions == calibration.gold).ravel() for calibration in tasks.values()]
+            )
             x, y = confidence.reliability(confidences, correct)
             _draw(axes, results, line, 100 * x, 100 * y, markers=True)
         axes.set(title=title, xlabel="confidence (%)")
@@ -301,7 +310,7 @@ def risk_coverage(results: Results, _vectors: Vectors) -> Figure | None:
         return None
     figure, (axes,) = panels(1, 8.0, 4.6)
     for line, tasks in scores_of.items():
-        risk = np.mean([_risk(one) for one in tasks.values()], axis=0)
+        risk = np.mean([_risk(calibration) for calibration in tasks.values()], axis=0)
         _draw(axes, results, line, 100 * COVERAGES, 100 * risk, markers=False)
     axes.set(xlim=(0, 100), ylim=(0, None))
     axes.set(xlabel="coverage, most confident queries first (%)", ylabel="error rate (%)")
@@ -394,9 +403,11 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
 
 def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "sources targets"]]:
     """Return the tasks of all moves, and the gains over zero-shot in percentage points; NaN if missing."""
-    zero_shot = (one for one in results.lines if (one.row.method, one.row.study) == ("zero_shot", "method"))
+    zero_shot = (
+        line for line in results.lines if (line.row.method, line.row.study) == ("zero_shot", "method")
+    )
     base = next(zero_shot, None)
-    moves = [one for one in results.moves if one.index == results.moves[0].index]
+    moves = [move for move in results.moves if move.index == results.moves[0].index]
     if base is None or not moves:
         return (), np.empty((0, 0))
     lines = {(line.source or "", task): line for line in moves for task in results.tasks_of(line)}
@@ -404,7 +415,7 @@ def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "source
     tasks = tuple(name for name in names if any(name in pair for pair in lines))
     gains = np.full((len(tasks), len(tasks)), np.nan)
     for (source, target), line in lines.items():
-        moved, zero = ([one.accuracy for one in results.outcomes(of, target)] for of in (line, base))
+        moved, zero = ([outcome.accuracy for outcome in results.outcomes(of, target)] for of in (line, base))
         if zero:
             gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(moved) - np.mean(zero))
     return tasks, gains
@@ -433,7 +444,9 @@ def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
 def _coefficients(results: Results, task: str) -> Float[np.ndarray, "seeds ..."]:
     """Return coefficients [seeds, layers, sublayers, 2] of the reference row; empty if it has none."""
     outcomes = map(outcome, results.reference_records(task))
-    return np.array([one.coefficients for one in outcomes if one.coefficients is not None], dtype=float)
+    return np.array(
+        [outcome.coefficients for outcome in outcomes if outcome.coefficients is not None], dtype=float
+    )
 
 
 def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sublayers 2"]) -> None:
@@ -488,8 +501,8 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
 
 def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
     """Return the stored arrays of default I2CL by seed; empty if there are none."""
-    records = (one for one in results.reference_records(task) if one.cell.method == "i2cl")
-    stored = [vectors[one.key] for one in records if one.key in vectors]
+    records = (record for record in results.reference_records(task) if record.cell.method == "i2cl")
+    stored = [vectors[record.key] for record in records if record.key in vectors]
     return np.array([arrays[name] for arrays in stored if name in arrays], dtype=np.float32)
 
 

@@ -116,7 +116,7 @@ class Results:
                     by_sources[line, cell.task].setdefault(sources, {})[cell.seed] = record
         # transfers from different sets of tasks are not comparable: use the set with the most seeds
         chosen = {
-            key: max(sets.items(), key=lambda one: (len(one[1]), len(one[0])))[1]
+            key: max(sets.items(), key=lambda item: (len(item[1]), len(item[0])))[1]
             for key, sets in by_sources.items()
         }
         return {key: dict(sorted(seeds.items())) for key, seeds in chosen.items()}
@@ -125,7 +125,9 @@ class Results:
     def _sorted(self) -> list[Line]:
         at = {task: number for number, task in enumerate(self.tasks)}
         lines = dict.fromkeys(line for line, _ in self._records)  # deterministic order, unlike a set
-        return sorted(lines, key=lambda one: (one.index, one.shots or 0, at.get(one.source or "", len(at))))
+        return sorted(
+            lines, key=lambda line: (line.index, line.shots or 0, at.get(line.source or "", len(at)))
+        )
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -191,7 +193,9 @@ class Results:
     def reference_records(self, task: str) -> list[Record]:
         """Return the records of the reference row on a task, in the order of seeds."""
         lines = [self.records(line, task) for line in self.lines if line.row is self.reference_row]
-        return sorted((one for line in lines for one in line.values()), key=lambda one: one.cell.seed)
+        return sorted(
+            (record for line in lines for record in line.values()), key=lambda record: record.cell.seed
+        )
 
     def tasks_of(self, line: Line) -> tuple[str, ...]:
         """Return the tasks that a line has results on."""
@@ -260,7 +264,7 @@ class Results:
         A deterministic line has one seed, which is paired with every seed of the other line.
         """
         other_tasks = self.tasks_of(other)
-        tasks = [one for one in self.tasks_of(line) if one in other_tasks and task in {None, one}]
+        tasks = [target for target in self.tasks_of(line) if target in other_tasks and task in {None, target}]
         seeds, other_seeds = self.shared_seeds(line, tasks), self.shared_seeds(other, tasks)
         if not (line.fixed or other.fixed):
             seeds = other_seeds = seeds & other_seeds
@@ -273,8 +277,8 @@ class Results:
 
         If the reference row has a single line, that one is used. None for the reference line itself.
         """
-        lines = [one for one in self.lines if one.row is self.reference_row]
-        matches = [one for one in lines if one.shots == line.shots]
+        lines = [candidate for candidate in self.lines if candidate.row is self.reference_row]
+        matches = [candidate for candidate in lines if candidate.shots == line.shots]
         reference = matches[0] if matches else lines[0] if len(lines) == 1 else None
         return None if reference == line else reference
 
@@ -304,10 +308,15 @@ def outcome(record: Record) -> Run:
 
 def compare(differences: Mapping[Key, Difference | None]) -> dict[Key, Comparison | None]:
     """Apply Holm's correction over all differences that have enough seeds; None stays None."""
-    ps = {key: one.p for key, one in differences.items() if one is not None and one.decidable}
+    ps = {
+        key: difference.p
+        for key, difference in differences.items()
+        if difference is not None and difference.decidable
+    }
     q = dict(zip(ps, holm(list(ps.values())), strict=True))
     return {
-        key: None if one is None else Comparison(one, q.get(key, 1.0)) for key, one in differences.items()
+        key: None if difference is None else Comparison(difference, q.get(key, 1.0))
+        for key, difference in differences.items()
     }
 
 
@@ -315,8 +324,8 @@ def mean_times(results: Results, line: Line, tasks: Iterable[str]) -> tuple[floa
     """Return the seconds per fit and the milliseconds per query: means over seeds, then over tasks."""
     by_task = []
     for outcomes in (results.outcomes(line, task) for task in tasks):
-        queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
-        by_task.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
+        queries = [1000 * outcome.predict_seconds / len(outcome.predictions) for outcome in outcomes]
+        by_task.append((np.mean([outcome.fit_seconds for outcome in outcomes]), np.mean(queries)))
     fit, query = np.mean(by_task, axis=0)
     return float(fit), float(query)
 
@@ -341,7 +350,7 @@ def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Result
         if record.status == "done" and matches and any(row.holds(cell) for row in experiment.rows):
             groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit, cell.skew)].append(record)
     by_setting = [_on_common_tasks(experiment, setting, group) for setting, group in groups.items()]
-    return sorted(by_setting, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
+    return sorted(by_setting, key=lambda results: (-(results.setting.limit or 10**9), results.setting.skew))
 
 
 def _on_common_tasks(experiment: Experiment, setting: Setting, records: Sequence[Record]) -> Results:

@@ -103,7 +103,7 @@ class Table:
         if self.tasks <= MAX_TASK_COLUMNS:
             return self
         names, *columns = zip(*self.rows, strict=True)
-        heads = [f"{one.text} {one.mark}".strip() for one in names]
+        heads = [f"{name.text} {name.mark}".strip() for name in names]
         rows = [(Entry(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
         return replace(self, columns=("Task", *heads), rows=rows)
 
@@ -360,7 +360,9 @@ def _difference(
 
 
 def _significance_notes(comparisons: Comparisons) -> tuple[str, str]:
-    count = sum(one is not None and one.difference.decidable for one in comparisons.values())
+    count = sum(
+        comparison is not None and comparison.difference.decidable for comparison in comparisons.values()
+    )
     family = f"all {count} tests of this table" if count > 1 else "the one test of this table"
     return (
         f"q: p with Holm's correction over {family}.",
@@ -380,7 +382,7 @@ def cost_table(results: Results, paper: Paper) -> list[Table]:
     rows = []
     for line in results.lines:
         tasks = results.tasks_of(line)
-        costs = [one.cost for task in tasks for one in results.outcomes(line, task)]
+        costs = [outcome.cost for task in tasks for outcome in results.outcomes(line, task)]
         counts = [[getattr(cost, COUNTS[name]) for cost in costs] for name in COST_COLUMNS]
         gaps = {"gaps": _gaps(results, line)}
         cells = [Entry(format_range(each), numbers={"mean": float(np.mean(each)), **gaps}) for each in counts]
@@ -417,14 +419,14 @@ def confidence_table(results: Results, _paper: Paper) -> list[Table]:
         if not tasks:
             rows.append([name, *[Entry(NO_RESULT)] * (2 * len(NAMES) + 1)])
             continue
-        predicted = np.array([one.metrics(1.0) for one in tasks.values()])
-        best = np.array([one.metrics(one.temperature) for one in tasks.values()])
+        predicted = np.array([calibration.metrics(1.0) for calibration in tasks.values()])
+        best = np.array([calibration.metrics(calibration.temperature) for calibration in tasks.values()])
         cells = [
             _metric(metrics.mean(0)[:, index], measure)
             for index, measure in enumerate(NAMES)
             for metrics in (predicted, best)
         ]
-        temperature = float(np.median([one.temperature for one in tasks.values()]))
+        temperature = float(np.median([calibration.temperature for calibration in tasks.values()]))
         rows.append([name, *cells, Entry(f"{temperature:.2f}")])
     without = [row[0].text for row in rows if row[1].text == NO_RESULT]
     if len(without) == len(rows):
@@ -532,7 +534,7 @@ def _scale_note(results: Results, lines: Iterable[Line]) -> str:
     seeds = max(map(len, runs))
     queries = format_range(len(outcomes[0].predictions) for outcomes in runs).replace(",", "")
     repeated = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    fixed = "; no ± for a single seed" if seeds > 1 and any(len(one) == 1 for one in runs) else ""
+    fixed = "; no ± for a single seed" if seeds > 1 and any(len(run) == 1 for run in runs) else ""
     return f"Accuracy in percent, {repeated}{fixed}. {queries} queries per task."
 
 
@@ -579,7 +581,9 @@ def _time_notes(results: Results) -> list[str]:
     if len(systems) > 1:
         notes = [f"Times are not comparable; they are from {len(systems)} systems: {'; '.join(systems)}."]
     joint = [
-        line.name for line, records in by_line.items() if any(outcome(one).together > 1 for one in records)
+        line.name
+        for line, records in by_line.items()
+        if any(outcome(record).together > 1 for record in records)
     ]
     if joint:
         notes.append(f"Fit times are equal shares of a joint fit of several seeds: {'; '.join(joint)}.")

@@ -38,7 +38,7 @@ from i2cl.methods import METHODS, make_injector
 from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.label_tokens import Scoring
 from i2cl.models.precision import dtype_name
 from i2cl.tasks import Task, Template
 from i2cl.tasks.labels import require_confidence

@@ -104,7 +104,7 @@ class ServedTask:
     def _label_ids(self) -> tuple[Ids, ...]:
         """Label tokens that are scored: full sequences, or single tokens after the query."""
         labels = self.scorer.labels
-        return labels.sequences if labels.full else tuple((token,) for token in labels.tokens)
+        return labels.sequences if labels.full_sequences else tuple((token,) for token in labels.tokens)
 
     @cached_property
     def _next_tokens(self) -> dict[Ids, tuple[int, ...]]:
@@ -141,7 +141,7 @@ class ServedTask:
         sums = [
             math.fsum(edges[ids[:place], token] for place, token in enumerate(ids)) for ids in self._label_ids
         ]
-        scores = tokens.mean(torch.tensor(sums))
+        scores = tokens.scores_from_tokens(torch.tensor(sums))
         mass = None if tokens.words else float(scores.logsumexp(-1).exp())
         log_probs = self.head.log_probs(scores)
         return Answer(self.labels[int(log_probs.argmax())], log_probs, mass)

@@ -138,7 +138,7 @@ class AutoCompressor(Method):
         texts[0] = task.template.opening + texts[0]
         ids = encode_without_special_tokens(decoder, texts)
         with torch.no_grad():
-            segments = model.segments(ids, decoder.encoder.front, self.config.segment)
+            segments = model.segments(ids, decoder.encoder.leading_ids, self.config.segment)
             return model.predictor(task, model.summaries(segments))
 
 

@@ -133,12 +133,12 @@ def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[st
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")
     encoder, template = decoder.encoder, task.template
-    return [template.exchange(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
+    return [template.exchange(encoder.escape(one.text), task.labels[one.label]) for one in demonstrations]
 
 
 def encode_without_special_tokens(decoder: Decoder, texts: Sequence[str]) -> list[Ids]:
     """Return the token ids of texts without the tokens that the tokenizer adds at the start."""
-    front = len(decoder.encoder.front)
+    front = len(decoder.encoder.leading_ids)
     return [ids[front:] for ids in decoder.encoder(texts)]
 
 
@@ -164,9 +164,9 @@ class SoftPromptPredictor(PromptPredictor):
         """Yield all queries, which follow the soft prompt; texts that exceed the context are truncated."""
         require_texts(texts)
         decoder = self.scorer.decoder
-        front = len(decoder.encoder.front)  # special tokens are removed from each query
+        front = len(decoder.encoder.leading_ids)  # special tokens are removed from each query
         position = self.prefix.next_position if self.prefix else 0
-        used = position + len(self.right) + self.scorer.labels.room - front
+        used = position + len(self.right) + self.scorer.labels.tokens_after_query - front
         limit = None if decoder.max_length is None else decoder.max_length - used
         encoded = decoder.encoder.encode(self.scorer.prompt, texts, limit)
         yield list(range(len(texts))), [ids[front:] + self.right for ids in encoded], self.prefix

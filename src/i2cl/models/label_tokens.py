@@ -1,0 +1,331 @@
+"""Find the tokens of label words after a prompt, and how a label's score is read from them."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Ids
+from i2cl.models.encoding import PromptEncoder
+from i2cl.tasks import Template
+
+# Log-probability, in nats, that replaces -inf in word-level scoring; far below any other.
+MIN_TOKEN_SCORE = -65504.0
+
+# How labels are scored: by the first token, the full token sequence, or the words without their order.
+# "auto": by the first token if it differs between labels; otherwise fits use words, and other methods full
+# sequences.
+Scoring = Literal["auto", "first_token", "sequence", "words"]
+
+
+# What the labels of a multi-label task are compared with, in order of preference.
+REFERENCE_WORDS = ("none", "other", "nothing", "something", "-", ".")
+
+
+class SharedFirstTokenError(I2CLError):
+    """Raised if first-token scoring is requested for labels that share their first token."""
+
+
+class ScoringWarning(UserWarning):
+    """Labels share their first token, so full label sequences are scored."""
+
+
+@dataclass(frozen=True)
+class LabelTokens:
+    """The tokens of each label as they follow a prompt.
+
+    Attributes:
+        sequences: all tokens of each label.
+        full_sequences: whether full sequences are scored.
+        query_suffix: text between the template's query and the label, such as a newline; it becomes part of
+            the query.
+        words: for word-level scoring, the tokens of each label that count, each once; otherwise empty.
+        keywords: for word-level scoring, a different token for each label (`choose_keywords`); otherwise
+            empty.
+        fitted_weights: replace the default `word_weights`. Every token may count for every label.
+        reference: in a multi-label task, the token that every label is compared with: label scores are
+            log-odds of the label's words against it. None otherwise.
+    """
+
+    sequences: tuple[Ids, ...]
+    full_sequences: bool
+    query_suffix: str = ""
+    words: tuple[Ids, ...] = ()
+    keywords: Ids = ()
+    fitted_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
+    reference: int | None = None
+
+    @property
+    def representatives(self) -> Ids:
+        """One token per label where one is needed, such as in exports: the first token or the keyword."""
+        return self.keywords or tuple(ids[0] for ids in self.sequences)
+
+    @cached_property
+    def tokens(self) -> Ids:
+        """Tokens whose log-probabilities after the query yield the label scores, unless `full_sequences`."""
+        tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.representatives
+        return tokens if self.reference is None else (*tokens, self.reference)
+
+    @cached_property
+    def word_weights(self) -> Float[Tensor, "tokens labels"]:
+        """Weight of each token in each label's score, for word-level scoring.
+
+        By default by inverse document frequency: tokens of fewer labels weigh more. The weights of a label
+        sum to 1; with a reference, whose weight is -1, to 0.
+        """
+        if self.fitted_weights is not None:
+            return self.fitted_weights
+        row_of = {token: row for row, token in enumerate(self.tokens)}
+        labels = Counter(token for ids in self.words for token in ids)
+        weights = torch.zeros(len(row_of), len(self.words))
+        for label, ids in enumerate(self.words):
+            for token in ids:
+                weights[row_of[token], label] = math.log1p(len(self.words) / labels[token])
+        weights = weights / weights.sum(0)
+        if self.reference is not None:
+            weights[-1] = -1.0
+        return weights
+
+    def with_word_weights(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
+        """Return a copy with fitted word weights. Raises I2CLError if their shape does not fit."""
+        if fitted.shape != (sizes := (len(self.tokens), len(self.sequences))):
+            raise I2CLError(
+                f"word weights have (tokens, labels) {tuple(fitted.shape)}, but these labels need {sizes}: "
+                "fit it again"
+            )
+        return replace(self, fitted_weights=fitted)
+
+    def scores(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows labels"]:
+        """Compute label scores from logits or log-probabilities after a query, unless `full_sequences`."""
+        return self.scores_from_tokens(logits[..., list(self.tokens)])
+
+    def scores_from_tokens(self, tokens: Float[Tensor, "*rows tokens"]) -> Float[Tensor, "*rows labels"]:
+        """Compute label scores from the values of the `tokens`."""
+        if not self.words:
+            return tokens
+        # A token of another label may have probability 0, and 0 * -inf is NaN.
+        return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.word_weights.to(tokens)
+
+    def at_representatives(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        """Return logits with each label's score at its representative, as the head of an export does."""
+        if not self.words:
+            return logits
+        replaced = logits.clone()
+        replaced[..., list(self.representatives)] = self.scores(logits)
+        return replaced
+
+    def target(self, label: int) -> Ids:
+        """Return the target of calibration over the vocabulary: the representative, or the full sequence."""
+        return self.sequences[label] if self.full_sequences else (self.representatives[label],)
+
+    @property
+    def tokens_after_query(self) -> int:
+        """Number of context tokens that scoring needs after the query."""
+        return max(map(len, self.sequences)) - 1 if self.full_sequences else 0
+
+
+def find_label_tokens(
+    encoder: PromptEncoder,
+    template: Template,
+    labels: Sequence[str],
+    scoring: Scoring = "auto",
+    *,
+    multi_label: bool = False,
+) -> LabelTokens:
+    """Find the tokens of each label by encoding it after a prompt.
+
+    A newline between query and label becomes part of the query if the tokenizer splits after it; otherwise it
+    would be the first token of every label. With full sequences, if one label is a prefix of another, such as
+    "not" and "not spam", all labels include an end token: without it "not spam" could never be more probable
+    than "not". With ``scoring="words"`` a label's score is the weighted mean of its tokens' log-probabilities
+    at the one position after the query, so one pass scores all labels. Labels with the same set of tokens,
+    such as "card lost" and "lost card", are scored by one token each (`choose_keywords`), whose meaning a fit
+    learns.
+
+    With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
+    that has one which is in no label.
+
+    Raises:
+        I2CLError: if the tokenizer merges the prompt's last token with a label, two labels have the same
+            tokens, no token can end a label that is a prefix of another, a label contains a special token,
+            or the template repeats the BOS token; with ``multi_label``, for another scoring than by words.
+        SharedFirstTokenError: if labels share their first token and ``scoring`` is ``"first_token"``.
+    """
+    if multi_label:
+        scoring = _require_words(scoring)
+    _check_special_tokens(encoder, template, labels)
+    suffix = template.lead[: template.lead.rfind("\n") + 1]
+    sequences = _continuations(encoder, template, labels, suffix)
+    if suffix and not all(sequences):  # this tokenizer does not split at the newline
+        suffix, sequences = "", _continuations(encoder, template, labels, "")
+    for label, ids in zip(labels, sequences, strict=True):
+        if not ids:
+            hint = "put a space or a newline before {label} in the template"
+            raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {hint}")
+    if len(set(sequences)) < len(sequences):
+        raise I2CLError("two labels have the same tokens: give labels that differ")
+    if scoring == "words":
+        tokens = replace(_word_tokens(encoder, labels, sequences), query_suffix=suffix)
+        return replace(tokens, reference=_reference(encoder, template, tokens)) if multi_label else tokens
+    shared = len({ids[0] for ids in sequences}) < len(sequences)
+    if shared and scoring == "first_token":
+        raise SharedFirstTokenError(
+            "labels share their first token: use scoring='words' or scoring='sequence', or other label words"
+        )
+    if shared and scoring == "auto":
+        message = "labels share their first token: full label sequences are scored, which is slower"
+        warnings.warn(message, ScoringWarning, stacklevel=2)
+    if prefix_pair := _find_prefix(sequences):
+        ended = _continuations(encoder, template, labels, suffix, template.separator)
+        sequences = _with_end_token(sequences, ended, encoder, [labels[index] for index in prefix_pair])
+    return LabelTokens(sequences, full_sequences=scoring == "sequence" or shared, query_suffix=suffix)
+
+
+def _require_words(scoring: Scoring) -> Scoring:
+    """Return the scoring of multi-label tasks. Raises I2CLError if another one is requested."""
+    if scoring not in {"auto", "words"}:
+        raise I2CLError(f"scoring={scoring!r} is not for multi-label tasks: use scoring='words'")
+    return "words"
+
+
+def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> LabelTokens:
+    chosen = choose_keywords(encoder, labels, sequences)
+    words = [tuple(dict.fromkeys(ids)) for ids in sequences]
+    sets = Counter(map(frozenset, words))
+    while len(sets) < len(words):  # again, since the keyword may be another label's word
+        words = [
+            ids if sets[frozenset(ids)] == 1 else (token,) for ids, token in zip(words, chosen, strict=True)
+        ]
+        sets = Counter(map(frozenset, words))
+    return LabelTokens(tuple(sequences), full_sequences=False, words=tuple(words), keywords=chosen)
+
+
+def _reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> int:
+    """Return the token that the labels of a multi-label task are compared with."""
+    for ids in _continuations(encoder, template, REFERENCE_WORDS, labels.query_suffix):
+        if unshared := [token for token in ids if token not in labels.tokens]:
+            return unshared[0]
+    words = ", ".join(REFERENCE_WORDS)
+    raise I2CLError(f"the labels share tokens with all of {words}, but one is needed: rename a label")
+
+
+def _check_special_tokens(encoder: PromptEncoder, template: Template, labels: Sequence[str]) -> None:
+    """Raise I2CLError if a label contains a special token, or the template repeats the BOS token."""
+    for label in labels:
+        if special := encoder.find_special_token(label):
+            raise I2CLError(f"label {label!r} contains the special token {special!r}: rename the label")
+    size = len(encoder.leading_ids)
+    if size and encoder([template.query("text")])[0][size : 2 * size] == encoder.leading_ids:
+        bos = encoder.tokenizer.decode(list(encoder.leading_ids))
+        raise I2CLError(
+            f"the template starts with {bos!r}, which this tokenizer adds too: remove it from the template"
+        )
+
+
+def choose_keywords(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
+    """Choose a different token for each label.
+
+    Candidates are the label's tokens, rarest first, then its words in other spellings. If a token is taken,
+    labels are reassigned along augmenting paths (Kuhn 1955), so every label that can have one of its
+    candidates gets one. The others, such as "label22" among a hundred like it, get unused tokens of the
+    vocabulary, whose meaning a fit learns. Raises I2CLError if the vocabulary has too few tokens.
+    """
+    common = Counter(token for ids in sequences for token in set(ids))
+    choices = []
+    for label, ids in zip(labels, sequences, strict=True):
+        rarest = sorted(dict.fromkeys(ids), key=lambda token: common[token])
+        spellings = [
+            f" {spell(word)}" for spell in (str.title, str.upper, str.lower) for word in label.split()
+        ]
+        spare = [token for word in spellings for token in encoder.plain_ids(word)[:1] if token not in common]
+        choices.append([*rarest, *dict.fromkeys(spare)])
+    owner: dict[int, int] = {}
+    unassigned = [label for label in range(len(labels)) if not _assign_token(label, choices, owner)]
+    unused = sorted(
+        set(encoder.tokenizer.get_vocab().values()) - set(common) - set(owner) - encoder.special_ids
+    )
+    if len(unused) < len(unassigned):
+        raise I2CLError(f"the vocabulary has fewer tokens than there are labels ({len(labels)}): use fewer")
+    chosen = {label: token for token, label in owner.items()} | dict(zip(unassigned, unused, strict=False))
+    return tuple(chosen[label] for label in range(len(labels)))
+
+
+def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int, int]) -> bool:
+    """Give a label one of its tokens, if need be by moving other labels to another one of theirs.
+
+    Depth-first search for an augmenting path (Kuhn 1955) with an explicit stack: a path may be as long as
+    there are labels.
+
+    Args:
+        label: the label without a token.
+        choices: the tokens that each label may have, best first.
+        owner: the label that each token is assigned to; updated.
+
+    Returns:
+        Whether the label has a token now.
+    """
+    tried: set[int] = set()
+    path: list[tuple[int, Iterator[int]]] = [(label, iter(choices[label]))]
+    tokens: list[int] = []  # that each label of the path would take
+    while path:
+        token = next((token for token in path[-1][1] if token not in tried), None)
+        if token is None:
+            path.pop()
+            del tokens[-1:]
+            continue
+        tried.add(token)
+        tokens.append(token)
+        if token not in owner:
+            owner.update((token, taker) for (taker, _), token in zip(path, tokens, strict=True))
+            return True
+        path.append((owner[token], iter(choices[owner[token]])))
+    return False
+
+
+def _continuations(
+    encoder: PromptEncoder, template: Template, labels: Sequence[str], suffix: str, end: str = ""
+) -> tuple[Ids, ...]:
+    """Return the tokens of each label, followed by ``end``, after a query that ends in ``suffix``.
+
+    A label that the tokenizer merges with the text before it has no tokens.
+    """
+    probe = template.query("text") + suffix
+    prompt = encoder([probe])[0]
+    rest = [template.continuation(label).removeprefix(suffix) for label in labels]
+    whole = encoder([probe + label + end for label in rest])
+    return tuple(ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole)
+
+
+def _find_prefix(sequences: Sequence[Ids]) -> tuple[int, int] | None:
+    """Return the indices of two labels of which the first is a prefix of the second, or None."""
+    order = sorted(range(len(sequences)), key=lambda label: sequences[label])
+    for first, second in pairwise(order):  # in sorted order a prefix directly precedes a label it starts
+        if sequences[second][: len(sequences[first])] == sequences[first]:
+            return first, second
+    return None
+
+
+def _with_end_token(
+    sequences: Sequence[Ids], ended: Sequence[Ids], encoder: PromptEncoder, pair: Sequence[str]
+) -> tuple[Ids, ...]:
+    """Append the separator's first token to each label, or EOS if the separator merges with a label."""
+    with_ends = tuple(long[: len(short) + 1] for short, long in zip(sequences, ended, strict=True))
+    apart = all(whole[:-1] == short for short, whole in zip(sequences, with_ends, strict=True))
+    if apart and _find_prefix(with_ends) is None:
+        return with_ends
+    end = encoder.tokenizer.eos_token_id
+    if end is None:
+        raise I2CLError(
+            f"label {pair[0]!r} is a prefix of label {pair[1]!r}, and this tokenizer has no EOS token to "
+            "tell them apart: use other label words"
+        )
+    return tuple((*ids, int(end)) for ids in sequences)
