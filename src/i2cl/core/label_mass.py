@@ -141,8 +141,10 @@ class _Tail:
         backward = Backward([zero], self.decoder.model.dtype)
         with torch.enable_grad():
             values = self.logits(zero)[0, self.labels]
-            each = [backward.gradients(one - values[0])[0] for one in values[1:]]
-        slopes = torch.stack([zero.detach()[0] if one is None else one[0] for one in each], dim=1)
+            each = [backward.gradients(value - values[0])[0] for value in values[1:]]
+        slopes = torch.stack(
+            [zero.detach()[0] if gradient is None else gradient[0] for gradient in each], dim=1
+        )
         if not slopes.isfinite().all():
             raise _NotFiniteError
         left, sizes, _ = torch.linalg.svd(slopes, full_matrices=False)

@@ -192,7 +192,7 @@ def evaluate_multi_label(
     texts_by_expert = text_methods(request.ensemble)
     members = [name, *(texts_by_expert[expert].full_name for expert in experts)]
     runs, not_run = run_all(
-        {one: partial(run, fit) for one, fit in fits.items()}, {ZERO_SHOT, *members}, observer
+        {method: partial(run, fit) for method, fit in fits.items()}, {ZERO_SHOT, *members}, observer
     )
     priors = [llm_prior(request.method), *(TEXT_PRIORS[expert] for expert in experts)]
     gold = indicators(plan.rows, len(task.labels))
@@ -215,11 +215,11 @@ def _with_evaluation(
     name, pooled = members[0], cross_fitted_probabilities(pairs, gold, priors)
     if len(members) > 1:
         name = Ensemble.name
-        runs = runs | {name: _pooled_run([runs[one] for one in members], pooled)}
-    probabilities = {one: run.probabilities for one, run in runs.items()} | {name: pooled}
-    answers = {one: decide(values, gold, threshold) for one, values in probabilities.items()}
-    counts = {one: label_counts(answer, gold) for one, answer in answers.items()}
-    rivals = {one: compare(counts[name], rival) for one, rival in counts.items() if one != name}
+        runs = runs | {name: _pooled_run([runs[member] for member in members], pooled)}
+    probabilities = {method: run.probabilities for method, run in runs.items()} | {name: pooled}
+    answers = {method: decide(values, gold, threshold) for method, values in probabilities.items()}
+    counts = {method: label_counts(answer, gold) for method, answer in answers.items()}
+    rivals = {method: compare(counts[name], rival) for method, rival in counts.items() if method != name}
     llm_gain: dict[str, float] = {}
     if len(members) > 1:
         without = decide(cross_fitted_probabilities(pairs[1:], gold, priors[1:]), gold, threshold)
@@ -230,7 +230,7 @@ def _with_evaluation(
         **asdict(verdict(rivals, len(gold), FREE, cheaper=TEXT_METHODS, parts=members, advise=advise)),
         rows=len(gold),
         split=plan.split,
-        methods={one: score_answers(answers[one], gold, run)._asdict() for one, run in runs.items()},
+        methods={method: score_answers(answers[method], gold, run)._asdict() for method, run in runs.items()},
         not_run=not_run,
         support=dict(zip(labels, gold.sum(0).tolist(), strict=True)),
         labels=_per_label(answers[name], gold, labels),
@@ -247,7 +247,7 @@ def _with_evaluation(
     if plan.folds or plan.not_evaluated:  # the model card publishes only metrics of this fit on every label
         return injection
     score = evaluation.methods[name]
-    metrics = {one: score[one] for one in PUBLISHED}
+    metrics = {metric: score[metric] for metric in PUBLISHED}
     return injection.with_report(metrics=metrics | {"n": len(gold)})
 
 
@@ -289,9 +289,9 @@ def _pooled_run(members: Sequence[Run], pooled: Probabilities) -> Run:
     """Return the run of an ensemble, which takes the time and storage of all members."""
     return Run(
         pooled,
-        sum(one.fit_seconds for one in members),
-        sum(one.milliseconds_per_query for one in members),
-        sum(one.cached_bytes for one in members),
+        sum(member.fit_seconds for member in members),
+        sum(member.milliseconds_per_query for member in members),
+        sum(member.cached_bytes for member in members),
     )
 
 
@@ -385,7 +385,7 @@ def _bootstrap(*methods: Int[np.ndarray, "rows 2"]) -> list[Float[np.ndarray, " 
     """Return the micro-F1 of each method on the same resampled rows."""
     n = len(methods[0])
     weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
-    return [_micro_f1(weights @ one) for one in methods]
+    return [_micro_f1(weights @ counts) for counts in methods]
 
 
 def _interval(samples: Float[np.ndarray, " samples"]) -> tuple[float, float]:

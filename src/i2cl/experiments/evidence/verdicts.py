@@ -90,11 +90,13 @@ def verdict(
         advise: returns what to do, given the name of a rival that is more accurate.
     """
     compared = {
-        name: one if isinstance(one, Comparison) else Comparison.of_counts(one, n)
-        for name, one in rivals.items()
+        name: rival if isinstance(rival, Comparison) else Comparison.of_counts(rival, n)
+        for name, rival in rivals.items()
     }
-    ps = dict(zip(compared, holm([one.p for one in compared.values()]), strict=True))
-    worse_than = [name for name, one in compared.items() if ps[name] < LEVEL and one.difference < 0]
+    ps = dict(zip(compared, holm([comparison.p for comparison in compared.values()]), strict=True))
+    worse_than = [
+        name for name, comparison in compared.items() if ps[name] < LEVEL and comparison.difference < 0
+    ]
     against = _strongest(compared, worse_than or compared)
     difference, low, high, *_ = compared[against]
     rows = f"{n} row{'s' * (n != 1)}"
@@ -114,9 +116,9 @@ def verdict(
             words = f"{ahead}. The fit is {words}" if worthwhile else f"{words}. {ahead}"
         level_with = [
             name
-            for name, one in compared.items()
-            if (one.difference <= 0 or one.p >= LEVEL)
-            and (name not in parts or name in cheaper or one.difference <= -WORTHWHILE)
+            for name, comparison in compared.items()
+            if (comparison.difference <= 0 or comparison.p >= LEVEL)
+            and (name not in parts or name in cheaper or comparison.difference <= -WORTHWHILE)
         ]
         if level_with:
             nearest = _strongest(compared, level_with)
@@ -146,8 +148,10 @@ def _not_worse(rivals: Mapping[str, Comparison], n: int, free: Collection[str]) 
     The fit is better than every baseline only if every comparison is significant, so these tests need no
     correction for multiplicity (Berger, Technometrics 24(4), 1982).
     """
-    baselines = {name: one for name, one in rivals.items() if name in free}
-    level_with = [name for name, one in baselines.items() if one.difference <= 0 or one.p >= LEVEL]
+    baselines = {name: comparison for name, comparison in rivals.items() if name in free}
+    level_with = [
+        name for name, comparison in baselines.items() if comparison.difference <= 0 or comparison.p >= LEVEL
+    ]
     best = _strongest(baselines, level_with or baselines)
     difference, low, high, *_ = baselines[best]
     rows = f"{n} row{'s' * (n != 1)}"

@@ -33,9 +33,13 @@ def ls(json: options.Json = False) -> None:
     from i2cl.experiments.library import BUILTIN, load_experiment
 
     rows = [
-        {"name": one.name, "paper": one.paper, "cells_per_task": _cells_of(one, one.full)}
-        | {"quick_cells_per_task": _cells_of(one, one.quick), "measures": one.measures}
-        for one in map(load_experiment, BUILTIN)
+        {
+            "name": experiment.name,
+            "paper": experiment.paper,
+            "cells_per_task": _cells_of(experiment, experiment.full),
+        }
+        | {"quick_cells_per_task": _cells_of(experiment, experiment.quick), "measures": experiment.measures}
+        for experiment in map(load_experiment, BUILTIN)
     ]
     if json:
         console.print_json(rows)
@@ -109,11 +113,11 @@ def run(
             f"{counts['done']} cells done, {counts['failed']} failed{skipped}, {kept} already in the store"
         )
         console.say(f"{summary}: {folder}")
-        for one in failures:
-            console.say(f"failed: {_name(one.cell)}: {one.error}")
+        for record in failures:
+            console.say(f"failed: {_name(record.cell)}: {record.error}")
         which = [] if names == "all" else ["--experiments", names]
         console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
-        for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
+        for reason in {record.error for record in opened.records.values() if record.status == "skipped"}:
             console.note(f"skipped: {reason} (use a new store to try again)")
     if counts["failed"]:
         raise typer.Exit(1)
@@ -138,9 +142,9 @@ def _cells(
     changes = {name: value for name, value in given.items() if value is not None}
     if only:
         changes["tasks"] = None  # run all of the tasks that are named, even with --quick
-    for one in restrict_tasks(chosen, only) if only else chosen:
-        scale = one.quick if quick else one.full
-        cells += one.cells(base, tasks, scale.model_copy(update=changes))
+    for experiment in restrict_tasks(chosen, only) if only else chosen:
+        scale = experiment.quick if quick else experiment.full
+        cells += experiment.cells(base, tasks, scale.model_copy(update=changes))
     return cells
 
 
@@ -214,8 +218,10 @@ def report(
     if tasks is not None and tasks != "all":
         chosen = restrict_tasks(chosen, only := load.split(tasks))
         check_tasks(only, sorted({record.cell.task for record in records}), "no cell of this store")
-        records = [one for one in records if one.cell.task in only]
-        records = [one for one in records if one.cell.study != "move" or one.cell.sources[0] in only]
+        records = [record for record in records if record.cell.task in only]
+        records = [
+            record for record in records if record.cell.study != "move" or record.cell.sources[0] in only
+        ]
     if against is not None:
         chosen = compare_with(chosen, against)
     built = build(chosen, records, opened.vectors())

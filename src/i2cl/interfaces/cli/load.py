@@ -182,7 +182,7 @@ def label_words(typed: str) -> list[str] | dict[str, str]:
     Raises I2CLError for a mixture of both, or for a code with two names.
     """
     parts = split(typed)
-    pairs = [tuple(one.strip() for one in part.partition("=")) for part in parts]
+    pairs = [tuple(side.strip() for side in part.partition("=")) for part in parts]
     if not any(equals for _, equals, _ in pairs):
         return parts
     if bad := [part for part, pair in zip(parts, pairs, strict=True) if not all(pair)]:

@@ -122,7 +122,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
         if not is_dataclass(group):
             parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
             continue
-        known = {one.name: one for one in fields(group)}
+        known = {option.name: option for option in fields(group)}
         names = chosen[0] if chosen else tuple(known)
         groups[parameter.name] = (group, names)
         panel = getattr(group, "PANEL", "Options")

@@ -115,11 +115,11 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
     def work() -> dict[str, Any]:
         answer, taken = store.last_answer(project), store.taken(project)
         candidates = store.candidates(project, MAX_CANDIDATES)
-        rows = [LabelledText(one.id, one.text, one.label) for one in taken if one.label is not None]
+        rows = [LabelledText(entry.id, entry.text, entry.label) for entry in taken if entry.label is not None]
         task = task_of(project, rows)
         vectors = _vectors(job, decoder, task, store, project, [*taken, *candidates], encoder)
-        texts = [one.text for one in candidates]
-        chosen = _choose(texts, [one.text for one in taken], vectors)
+        texts = [candidate.text for candidate in candidates]
+        chosen = _choose(texts, [entry.text for entry in taken], vectors)
         if task.train:
             embeddings = vectors if encoder else None
             expert = EmbeddingsExpert.name if encoder else TfidfExpert.name
@@ -220,7 +220,9 @@ def _vectors(
     def embed(texts: Sequence[str]) -> Float[np.ndarray, "texts d"]:
         return text_vectors(decoder, task, texts, encoder, lambda _: decoder.pause())
 
-    vectors = {one.text: np.frombuffer(one.vector, np.float32) for one in pool if one.vector is not None}
+    vectors = {
+        entry.text: np.frombuffer(entry.vector, np.float32) for entry in pool if entry.vector is not None
+    }
     if vectors and project.id not in store.checked:
         text, stored = next(iter(vectors.items()))
         (again,) = embed([text])
@@ -228,19 +230,19 @@ def _vectors(
             store.delete_vectors(project)
             vectors = {}
     store.checked.add(project.id)
-    unknown = [one for one in pool if one.text not in vectors]
+    unknown = [entry for entry in pool if entry.text not in vectors]
     if unknown:
         job.publish_progress("embedding", texts=len(unknown))
-        fresh = embed([one.text for one in unknown])
-        store.save_vectors((one.id, vector.tobytes()) for one, vector in zip(unknown, fresh, strict=True))
-        vectors |= {one.text: vector for one, vector in zip(unknown, fresh, strict=True)}
+        fresh = embed([entry.text for entry in unknown])
+        store.save_vectors((entry.id, vector.tobytes()) for entry, vector in zip(unknown, fresh, strict=True))
+        vectors |= {entry.text: vector for entry, vector in zip(unknown, fresh, strict=True)}
     return vectors
 
 
 def measured_rounds(rounds: Sequence[Round]) -> list[Round]:
     """Return the rounds that measured the accuracy of the latest classifier."""
-    measured = [one for one in rounds if one.accuracy is not None]
-    return [one for one in measured if one.classifier == measured[-1].classifier]
+    measured = [result for result in rounds if result.accuracy is not None]
+    return [result for result in measured if result.classifier == measured[-1].classifier]
 
 
 def typical_gain(last: Round) -> dict[str, float]:
