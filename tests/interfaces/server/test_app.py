@@ -311,6 +311,12 @@ def check_file(client, content, name="tickets.csv", **options):
     return client.post("/v1/tasks", json=body)
 
 
+def test_fits_without_a_template_use_the_default(client):
+    examples = [{"text": "a warm film", "label": "good"}, {"text": "dull", "label": "bad"}]
+    reply = client.post("/v1/tasks", json={"name": "new", "examples": examples, "check": True})
+    assert reply.status_code == 200, reply.text
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -108,6 +108,21 @@ def test_invalid_fit_requests_are_refused(client, change, expected):
     assert re.search(expected, reply.json()["error"]["message"]), reply.text
 
 
+UNREADABLE = [
+    (b"", "the body is empty", None),
+    (b'{"model": "films"', "the body is not valid JSON", None),
+    (b'{"model": "\xff"}', "the body is not valid UTF-8", None),
+    (b'{"model": "films"}', "input is missing", "input"),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), UNREADABLE)
+def test_unreadable_bodies_and_missing_fields_are_named(client, body, message, param):
+    reply = client.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
+    assert reply.json()["error"]["message"].startswith(message)
+    assert reply.json()["error"]["param"] == param
+
+
 def test_invalid_json_is_reported_with_its_position(client):
     reply = client.post(CLASSIFY, content='{"name": films}', headers={"Content-Type": "application/json"})
     assert error_of(reply) == (422, "bad_request")

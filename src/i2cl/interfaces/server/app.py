@@ -148,8 +148,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str", "rows", "file"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
+        if problem["type"] == "missing":
+            message = f"{place} is missing" if place else "the body is empty"
         if problem["type"] == "json_invalid":
             message = f"the body is not valid JSON ({problem['ctx']['error']}, character {place})"
+            place = ""  # a position in the body, not a field
         if problem["type"] == "extra_forbidden":
             message = f"{place!r} is not supported"
         hint = "see the fields in /openapi.json"
@@ -162,6 +165,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
             headers["Allow"] = ", ".join(name for name in METHODS if _accepts(app, name, request.scope))
         known = {404: ("not_found", "not found"), 405: ("method", "method not allowed")}
         code, message = known.get(error.status_code, ("bad_request", "the request is invalid"))
+        if error.status_code == 400 and isinstance(error.__cause__, UnicodeDecodeError):
+            message = "the body is not valid UTF-8"
         hint = "see the paths and methods in /openapi.json"
         return respond(request, RefusalError(error.status_code, code, message, hint, headers=headers))
 

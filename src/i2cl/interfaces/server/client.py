@@ -140,7 +140,7 @@ class AsyncClient:
         self,
         name: str,
         examples: Sequence[Mapping[str, Any]],
-        template: str,
+        template: str | None = None,
         **options: Unpack[FitOptions],
     ) -> str:
         """Start a fit, and return its job's id.
@@ -148,14 +148,15 @@ class AsyncClient:
         Args:
             name: name of the task.
             examples: rows with ``text`` and ``label``.
-            template: with ``{text}`` and ``{label}``.
+            template: with ``{text}`` and ``{label}``; default: that of `i2cl fit`.
             options: other fields of the request; see `FitOptions`.
 
         Raises:
             ServerError: naming invalid rows.
         """
         rows = [dict(row) for row in examples]
-        body = _json({"name": name, "examples": rows, "template": template, **options})
+        template_field = {} if template is None else {"template": template}
+        body = _json({"name": name, "examples": rows, **template_field, **options})
         return str((await self._send("POST", "/v1/tasks", body)).json()["id"])
 
     async def upload(self, name: str, folder: str | Path) -> str:

@@ -22,6 +22,7 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.labels import predicted_labels
 from i2cl.tasks.task import LABEL_SEPARATOR
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 Text = Annotated[str, Field(min_length=1)]
 MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
@@ -166,7 +167,9 @@ class FitOptions(Body):
     """Options of a fit."""
 
     name: Name
-    template: Annotated[str, Field(description="Such as 'Review: {text}\\nSentiment: {label}'.")]
+    template: Annotated[str, Field(description="Such as 'Review: {text}\\nSentiment: {label}'.")] = (
+        DEFAULT_TEMPLATE
+    )
     labels: list[str] | None = None
     text_column: Annotated[str, Field(description="Column or key that holds the text.")] = "text"
     label_column: Annotated[
@@ -216,7 +219,7 @@ class NewProject(Body):
     label_column: Annotated[
         str | None, Field(description="Column of a file that holds labels, which may be empty.")
     ] = None
-    template: str = "Text: {text}\nLabel: {label}"
+    template: str = DEFAULT_TEMPLATE
 
 
 LabellerId = Annotated[
