@@ -16,6 +16,8 @@ from export.test_causal_lm import run_card
 from fitting import left_as_found, one_line, weighted
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, export_peft, golden, verify
+from i2cl.export.causal_lm import usage
+from i2cl.export.folding import require_exportable
 from i2cl.export.golden import GOLDEN
 from i2cl.export.peft import CONFIG, WEIGHTS, lora_adapter
 from tiny import CASES
@@ -57,6 +59,21 @@ def test_an_adapter_of_a_bfloat16_model_is_in_float32(tmp_path):
     assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "out" / WEIGHTS).values())
     made = plain(load(decoder, tmp_path / "out"))
     assert relative(made, hooked(decoder, injection)) <= 0.05
+
+
+def test_the_adapter_names_its_base_model_as_the_user_did():
+    decoder, injection = additive("llama")
+    decoder.model.config.name_or_path = "/a/local/file.gguf"
+    decoder.name = "smollm2"
+    config, _ = lora_adapter(decoder, injection)
+    assert config.base_model_name_or_path == "smollm2"
+
+
+def test_the_card_loads_a_gguf_base_model_as_a_file(tmp_path):
+    decoder, injection = additive("llama")
+    injection = replace(injection, base=replace(injection.base, name="/models/smol.gguf"))
+    text = usage(injection, require_exportable(decoder, injection), "out", "peft")
+    assert "from_pretrained('.', gguf_file='smol.gguf')" in text
 
 
 def test_two_adapters_take_turns_on_one_model(tmp_path):

@@ -15,6 +15,7 @@ from i2cl.export.folding import Folding, save_model
 from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import LabelTokens
+from i2cl.models.loading import is_gguf, resolve_name
 from i2cl.storage.atomic import new_folder, public_name, require_writable
 from i2cl.storage.card import code_block, export_card
 from i2cl.storage.layout import CARD
@@ -43,7 +44,7 @@ bias = torch.tensor({bias!r})  # label prior
 temperature = {temperature:g}
 
 tokenizer = AutoTokenizer.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({base!r}){adapter}
+model = AutoModelForCausalLM.from_pretrained({base}){adapter}
 inputs = tokenizer({prompt!r}, return_tensors="pt")
 with torch.no_grad():
     logits = model(**inputs).logits[0, -1, list(labels.values())].float()
@@ -114,6 +115,14 @@ def write_card(folder: Path, name: str, injection: Injection, labels: LabelToken
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
+def _base_model(name: str) -> str:
+    """Return the arguments with which transformers loads a base model, without local folders."""
+    path = Path(resolve_name(name))
+    if not is_gguf(path):
+        return repr(public_name(name))
+    return f"'.', gguf_file={path.name!r}"
+
+
 def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> str:
     """Describe in Markdown how to run an exported language model."""
     task = injection.task
@@ -123,7 +132,7 @@ def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> s
         bias=list(injection.label_bias or ()) or 0.0,
         temperature=injection.temperature,
         name=name,
-        base=public_name(injection.base.name) if form == "peft" else name,
+        base=_base_model(injection.base.name) if form == "peft" else repr(name),
         adapter=ADAPTER.format(name=name) if form == "peft" else "",
         prompt=prompt.replace(TEXT_FIELD, TEXTS[0]),
     )

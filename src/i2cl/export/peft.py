@@ -97,11 +97,12 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
     options = {"r": 1, "lora_alpha": 1, "lora_bias": True, "fan_in_fan_out": transposed}
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **options)
     config.target_modules = targets  # PEFT makes it a set, whose order in files varies
-    config.base_model_name_or_path, config.revision = decoder.name, decoder.base.revision
     config.inference_mode = True
     with warnings.catch_warnings(action="ignore"):  # about merging lora_bias
         adapted = peft.get_peft_model(empty, config)
         state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    # after get_peft_model, which writes the path of the loaded files here
+    config.base_model_name_or_path, config.revision = decoder.name, decoder.base.revision
     tensors = {}
     for name, like in state.items():
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.bias")
