@@ -109,6 +109,8 @@ def first_problem(error: Exception) -> str:
     if isinstance(problem["input"], str | int | float) and len(value) <= _MAX_VALUE_CHARACTERS:
         field += f"={value}" if field else ""
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = "unknown field, remove it or correct its name"
     return f"{field}: {message}" if field else message
 
 

@@ -255,7 +255,7 @@ def test_malformed_description_is_refused(saved, content):
     ("changes", "named"),
     [
         ({"format_version": 2, "later": 1}, "format_version=2: this i2cl reads version 1"),
-        ({"later": 1}, "later=1: Extra inputs"),
+        ({"later": 1}, "later=1: unknown field"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"sublayers": "all"}}, "extraction.sublayers='all': "),
         ({"history": ["low"]}, "history.0='low': "),

@@ -329,7 +329,7 @@ CASES = {
         "it needs {text}, then some text, then {label} at the end",
     ),
     "fit: bad labels": (f"{EARLY_FIT} --labels a=x,y", "is not NAME=CODE"),
-    "fit: bad dtype": (f"{EARLY_FIT} --dtype int3", "'int3' is not one of"),
+    "fit: bad dtype": (f"{EARLY_FIT} --dtype int3", "'--dtype': 'int3' is not one of"),
     "fit: bad device map": (f"{EARLY_FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{EARLY_FIT} --set epochs", "is not NAME=VALUE"),
     "fit: bad folds": (f"{EARLY_FIT} --folds 1", "give 2 or more"),

@@ -150,7 +150,7 @@ def _run(arguments: list[str]) -> int:
         code = 2
         message = f"cannot {problem} ({system_cause(error)}): free space or choose another place or name"
     except _UsageError as error:
-        problem = error.format_message().rstrip(".") or "no command is given"
+        problem = error.format_message().rstrip(".").replace(": Value error, ", ": ") or "no command is given"
         code, message = 2, f"{problem}: see {error.ctx.command_path if error.ctx else NAME} --help"
     except RuntimeError as error:  # batches that are too large are halved; this is raised for a single row
         if not is_out_of_memory(error):
