@@ -122,6 +122,13 @@ def test_class_weights_reach_the_fit_and_the_recorded_command(call, model, tmp_p
     assert not weighted.context.equal(plain.context)
 
 
+def test_class_weights_without_effect_are_reported(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
+    more = ("--shots", "1", "--class-weight", "balanced", "--evaluate", "0")
+    err = call("fit", model, path, "-o", tmp_path / "new", *more)[2]
+    assert "--class-weight balanced changes nothing: the classes have equally many" in err
+
+
 def test_invalid_class_weights_are_rejected(refused, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     message = refused("fit", model, path, "-o", tmp_path / "new", "--class-weight", "even")

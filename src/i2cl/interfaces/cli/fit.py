@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -217,6 +218,10 @@ def fit(
     plan = replace(plan, compare=compare)
     if request.target is not None:
         plan.require_target(request.target)
+    if method_options.class_weight == "balanced":
+        counts = Counter(row.label for row in drawn.demonstrations)
+        if len(set(counts.values())) == 1:
+            console.note("--class-weight balanced changes nothing: the classes have equally many examples")
     survey, summary = describe_rows(loaded, decoder, drawn, plan) if from_file else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
