@@ -35,7 +35,7 @@ def evaluate(
     shots: int | None = opt(None, "Demonstrations per class; default: the task's own.", min=1),
     seeds: int = opt(1, "Number of seeds, starting at --seed.", min=1, max=10_000),
     seed: options.Seed = 0,
-    limit: int = opt(500, "Maximum number of queries per task.", min=1),
+    limit: int = opt(500, "Maximum number of queries per task, drawn evenly over the labels.", min=1),
     workers: int | None = opt(
         None, "Number of processes; default: one per core for a small model on a CPU, else 1.", min=1
     ),

@@ -68,7 +68,11 @@ def run(
         None, "Tasks separated by commas; default: the experiment's tasks, or the model's."
     ),
     seeds: int | None = opt(None, "Number of seeds; default: the experiment's.", min=1, max=10_000),
-    limit: int | None = opt(None, "Maximum number of queries per task; default: the experiment's.", min=1),
+    limit: int | None = opt(
+        None,
+        "Maximum number of queries per task, drawn evenly over the labels; default: the experiment's.",
+        min=1,
+    ),
     workers: int | None = opt(None, "Number of processes; default: chosen by the model's size.", min=1),
     rows: Annotated[TaskOptions, ("data_dir",)],
     loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
