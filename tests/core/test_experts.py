@@ -21,7 +21,7 @@ from i2cl.interfaces.batch_prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.models.language import LanguageWarning
-from i2cl.storage.card import describe_llm_alone
+from i2cl.storage.card import describe_llm_alone, export_card
 from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from plugin import WordsEncoder
 
@@ -158,6 +158,7 @@ def test_exports_hold_the_llm_alone(injection):
     description = injection.with_report(evaluation=evaluation).description()
     expected = "the LLM alone, without embeddings and tfidf: accuracy 0.500 instead of 0.750 on 9 rows"
     assert describe_llm_alone(description) == expected
+    assert f"It holds {expected}." in export_card(description, "", "transformers")
     assert describe_llm_alone(alone.description()) == ""
 
 

@@ -73,7 +73,7 @@ def test_the_card_loads_a_gguf_base_model_as_a_file(tmp_path):
     decoder, injection = additive("llama")
     injection = replace(injection, base=replace(injection.base, name="/models/smol.gguf"))
     text = usage(injection, require_exportable(decoder, injection), "out", "peft")
-    assert "from_pretrained('.', gguf_file='smol.gguf')" in text
+    assert "from_pretrained('FOLDER', gguf_file='smol.gguf')" in text
 
 
 def test_two_adapters_take_turns_on_one_model(tmp_path):

@@ -120,7 +120,7 @@ def _base_model(name: str) -> str:
     path = Path(resolve_name(name))
     if not is_gguf(path):
         return repr(public_name(name))
-    return f"'.', gguf_file={path.name!r}"
+    return f"'FOLDER', gguf_file={path.name!r}"
 
 
 def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> str:

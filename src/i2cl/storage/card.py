@@ -133,6 +133,8 @@ def _export_card(description: Mapping[str, Any], kind: str, usage: str, library:
         f"{_code(base)} with a classification task that i2cl {__version__} learned from a few labelled "
         f"examples by {PAPER}. {_classes(task)}."
     )
+    if alone := describe_llm_alone(description):
+        content += f" It holds {alone}."
     return _card(data, f"{task['title'] or task['name']}, {kind}", content, "## Use", usage)
 
 
