@@ -1,5 +1,7 @@
 """Tasks with a sentence encoder, which has to be enabled on the server."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from fitting import one_line
@@ -101,6 +103,7 @@ def test_server_does_not_start_with_a_missing_encoder(open_service, tmp_path, mo
         patch.setattr("i2cl.errors.find_spec", lambda module: None)
         one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", open_service, folder, encoders=wrong)
     assert not folder.exists()
-    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    if find_spec("sentence_transformers") is None:  # an import would take seconds
+        pytest.skip("sentence-transformers is not installed")
     one_line("encoder folder .*none' does not exist", open_service, folder, encoders=wrong)
     assert not folder.exists()
