@@ -1,10 +1,13 @@
 """Shapes in signatures are checked while tests run; models are tiny, random and built in memory."""
 
+import copy
 import gc
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
+from types import CodeType
 from typing import Any, get_args
 
 import jaxtyping
@@ -20,7 +23,13 @@ SHAPED = ("core", "injections", "methods", "models.architectures")
 SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
 SHAPED += ("experiments.evaluation", "experiments.evidence.fit_evaluation", "experiments.report")
 SHAPED += ("experiments.statistics",)
-"""Modules whose signatures have shapes. Nested functions are compiled, and checked, at every call."""
+"""Modules whose signatures have shapes."""
+
+MAX_CHECKS = 3
+"""How often a test checks the shapes of a function: checking every call would take a sixth of the time."""
+
+_checks: Counter[CodeType] = Counter()
+"""How often the current test has checked each function."""
 
 
 def _has_shape(hint: Any) -> bool:
@@ -35,11 +44,33 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
     def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
         def decorate(thing: Any) -> Any:
             hints = getattr(thing, "__annotations__", {}).values()
-            return check(thing, typechecker=typechecker) if any(map(_has_shape, hints)) else thing
+            if not any(map(_has_shape, hints)):
+                return thing
+            if not inspect.isfunction(thing):
+                return check(thing, typechecker=typechecker)
+            if _checks[thing.__code__] >= MAX_CHECKS:  # nested: decorated at each call of the outer function
+                return thing
+            return _check_first_calls(thing, check(thing, typechecker=typechecker))
 
         return decorate
 
     return jaxtyped
+
+
+def _check_first_calls(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(checked)
+    def call(*args: Any, **options: Any) -> Any:
+        if _checks[function.__code__] >= MAX_CHECKS:
+            return function(*args, **options)
+        _checks[function.__code__] += 1
+        return checked(*args, **options)
+
+    return call
+
+
+def pytest_runtest_setup() -> None:
+    """Check the shapes of all functions again in the next test."""
+    _checks.clear()
 
 
 jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
@@ -47,7 +78,9 @@ jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype
 
 from i2cl import encoders  # noqa: E402
 from i2cl.core import experts  # noqa: E402
+from i2cl.models import decoder as decoder_module  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
+from i2cl.models.loading import REFERENCE  # noqa: E402
 from i2cl.storage import model_cache  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
 
@@ -79,6 +112,32 @@ def _model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(model_cache.CACHE_VARIABLE, str(root / "i2cl-cache"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_fsync() -> Iterator[None]:
+    """Skip the milliseconds that a disk takes for each file; tests of storage count the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _copied_reference() -> Iterator[None]:
+    """Read the bundled model once with each set of options: a copy takes a quarter of the time."""
+    load, loaded = decoder_module.load_model_and_tokenizer, {}
+
+    def load_or_copy(name: str, **options: Any) -> Any:
+        if name != REFERENCE or options["device_map"] or options["quantization"]:
+            return load(name, **options)
+        key = repr(sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(name, **options)
+        return copy.deepcopy(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_module, "load_model_and_tokenizer", load_or_copy)
         yield
 
 
