@@ -25,6 +25,8 @@ FORKED.set_forkserver_preload(
     [
         "i2cl.experiments.runner",
         "i2cl.interfaces.batch_prediction",
+        "i2cl.interfaces.server.app",
+        "i2cl.interfaces.sklearn",
         "transformers.models.llama.modeling_llama",
     ]
 )
