@@ -24,7 +24,7 @@ TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentime
 ENDS = ("dull", "good")
 SHOTS = [Example("a warm film " + "indeed " * (3 * at % 7) + ENDS[at % 2], at % 2) for at in range(7)]
 TEXTS = ["warm", "a cold and lifeless film " * 3, "one of the best", "dull " * 9, "nothing at all"]
-CONFIG = CalibrationConfig(epochs=5, noise=0.0, lr=0.05)
+CONFIG = CalibrationConfig(epochs=3, noise=0.0, lr=0.05)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

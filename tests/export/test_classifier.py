@@ -12,8 +12,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -258,6 +256,8 @@ def test_the_classifier_runs_without_i2cl_from_a_folder_and_from_the_hub(tmp_pat
 def trainer_of(folder, **options):
     """A Trainer of the classifier."""
     pytest.importorskip("accelerate", reason="accelerate is an extra")
+    from transformers import Trainer, TrainingArguments  # seconds, which other workers save
+
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [{**tokenizer(text), "labels": row % 2} for row, text in enumerate(TEXTS)]

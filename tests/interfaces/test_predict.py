@@ -29,19 +29,21 @@ from i2cl.tasks.files import RowError
 from i2cl.tasks.rows import read_queries
 from processes import COMMAND, Program, until
 
-ROWS, CHUNK = 600, 10
+ROWS, CHUNK = 60, 10
+MANY_ROWS = 600  # enough to kill a process while it predicts them
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A fitted injection, texts, and the output of an uninterrupted run."""
+    """A fitted injection, few texts with the output of an uninterrupted run, and many texts."""
     folder = tmp_path_factory.mktemp("home")
     task = "mood-colour-1"
     options = ("--shots", "2", "--set", "epochs=1", "--evaluate", "0")
     assert run("fit", "reference", task, "-o", folder / "mood", *options) == 0
     texts = [example.text for example in load_task(task).test]
-    many = [texts[row % len(texts)] + " " * (row % 3) for row in range(ROWS)]
-    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in many), encoding="utf-8")
+    for source, count in (("texts.txt", ROWS), ("many.txt", MANY_ROWS)):
+        lines = [texts[row % len(texts)] + " " * (row % 3) + "\n" for row in range(count)]
+        (folder / source).write_text("".join(lines), encoding="utf-8")
     assert run(*arguments(folder, folder / "whole.tsv")) == 0
     return folder
 
@@ -58,8 +60,8 @@ def lines_of(path):
 def test_predict_resumes_after_kill_with_identical_output(home, tmp_path, call):
     output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
     kept = []
-    for more in (1, ROWS // 5, ROWS // 3):
-        program = Program(COMMAND, *arguments(home, output))
+    for more in (1, MANY_ROWS // 5, MANY_ROWS // 3):
+        program = Program(COMMAND, *arguments(home, output, source="many.txt"))
         wanted = lines_of(part) + more
         until(lambda wanted=wanted: lines_of(part) >= wanted, program=program)
         program.process.kill()
@@ -69,16 +71,17 @@ def test_predict_resumes_after_kill_with_identical_output(home, tmp_path, call):
         if kept:
             assert message == f"resuming after {kept[-1]} rows of an earlier run\n"
         kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
-    assert kept[0] < kept[1] < kept[2] < ROWS
+    assert kept[0] < kept[1] < kept[2] < MANY_ROWS
     with part.open("a") as handle:
         handle.write("ha")  # a torn line
-    code, out, message = call(*arguments(home, output))
+    code, out, message = call(*arguments(home, output, source="many.txt"))
     assert (code, out) == (0, "")
     first, last = message.splitlines()
     assert first == f"resuming after {kept[-1]} rows of an earlier run"
-    assert last.startswith(f"Saved {output}: {ROWS} rows in ")
+    assert last.startswith(f"Saved {output}: {MANY_ROWS} rows in ")
     assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
-    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+    assert run(*arguments(home, home / "many.tsv", source="many.txt")) == 0
+    assert output.read_bytes() == (home / "many.tsv").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
 
 
@@ -339,23 +342,23 @@ def test_csv_has_bom_quotes_and_crlf_for_excel(home, tmp_path, tricky):
 
 
 def peak_memory(folder, rows):
-    """Return the peak memory of Python objects, in bytes, while processing ``rows`` rows."""
-    (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
+    """Return the peak memory of Python objects in bytes; ``rows``: number of rows, of 100 characters each."""
+    (folder / "texts.txt").write_text("".join(f"{row:0100}\n" for row in range(rows)))
     tracemalloc.start()
     with open_output(folder / "out.tsv", "length\n", {}, chunk=256) as out:
         for queries in read_chunks(read_queries(str(folder / "texts.txt")), 256):
             out.write("".join(f"{len(query.text)}\n" for query in queries), len(queries))
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert lines_of(folder / "out.tsv") == rows + 1
-    return most
+    return peak
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     peak_memory(tmp_path, 1000)  # import and fill caches first
-    most = peak_memory(tmp_path, 100_000)
-    # room for a chunk and for other threads; all rows as str would take four times the size of the file
-    assert most < (tmp_path / "texts.txt").stat().st_size / 4
+    peak = peak_memory(tmp_path, 20_000)
+    # room for a chunk and for other threads; all rows as str would take more than the size of the file
+    assert peak < (tmp_path / "texts.txt").stat().st_size / 4
 
 
 def test_truncated_texts_are_counted_over_all_chunks(home, tmp_path, capsys):

@@ -68,7 +68,7 @@ def busy_model(batcher_and_store):
     go.set()
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("I2CL_SERVER_MIXES", "6"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("I2CL_SERVER_MIXES", "3"))))
 def test_answers_belong_to_the_requested_version(batcher_and_store, decoder, seed):
     """Random mixes of task versions, replacements, deletions, cancelled requests and request sizes."""
     batcher, store = batcher_and_store
