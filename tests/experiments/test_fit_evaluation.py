@@ -183,7 +183,7 @@ def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, m
 
 @pytest.mark.parametrize("name", ["anchored", "i2cl"])
 def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name):
-    options = {"anchored": {"steps": 2}, "i2cl": {"epochs": 2}}[name]
+    options = {"anchored": {"steps": 2, "say_label": False}, "i2cl": {"epochs": 2}}[name]
     (method,) = make_methods([name], options)
     shown, asked = task.sample(3, 0), []
     injection = method.fit_injection(decoder, task, shown, 5)
@@ -213,7 +213,7 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
 
 
 def cross_validated(decoder, task, shown, **more):
-    (method,) = make_methods(["anchored"], {"steps": 1})
+    (method,) = make_methods(["anchored"], {"steps": 1, "say_label": False})
     injection = method.fit_injection(decoder, task, shown, 0)
     plan = plan_evaluation(replace(task, test=()), shown)
     make = partial(method.fit_injection, decoder, task, seed=0)
@@ -283,7 +283,7 @@ def rare(task):
 
 
 def test_only_text_of_a_label_stays_in_every_refit_and_is_not_scored(decoder, rare):
-    (method,) = make_methods(["anchored"], {"steps": 1})
+    (method,) = make_methods(["anchored"], {"steps": 1, "say_label": False})
     plan, refits = plan_evaluation(rare, rare.train), []
 
     def make(rest):

@@ -77,7 +77,7 @@ def searched(**how):
     strip = FunctionTransformer(np.char.strip)
     classifier = I2CLClassifier(reference(), method="anchored", experts=("llm",), evaluate=0)
     pipeline = make_pipeline(strip, classifier)
-    grid = {"i2clclassifier__shots": [1, 2], "i2clclassifier__settings": [{"steps": 1}]}
+    grid = {"i2clclassifier__shots": [1, 2], "i2clclassifier__settings": [{"steps": 1, "say_label": False}]}
     search = GridSearchCV(pipeline, grid, cv=2, **how).fit(np.array(X[:32]), Y[:32])
     scores = search.cv_results_["mean_test_score"].tolist()
     return [scores, search.best_estimator_[-1].model is reference(), search.predict(QUERIES).tolist()]
@@ -211,14 +211,15 @@ from i2cl import I2CLClassifier
 X = ["the soup was cold", "stale bread again", "lovely warm bread", "a fine meal"]
 Y = ["bad", "bad", "good", "good"]
 torch.set_num_threads(2)
-classifier = I2CLClassifier("reference", settings={"steps": 1}).fit(X, Y)
+settings = {"steps": 1, "say_label": False}
+classifier = I2CLClassifier("reference", settings=settings).fit(X, Y)
 here = classifier.predict(X).tolist()
 
 def predict():
     return classifier.predict(X).tolist()
 
 def refit():
-    return I2CLClassifier("reference", settings={"steps": 1}).fit(X, Y).predict(X).tolist()
+    return I2CLClassifier("reference", settings=settings).fit(X, Y).predict(X).tolist()
 """
 
 
@@ -305,7 +306,7 @@ def test_fit_prints_nothing_and_leaves_progress_bars_enabled(children):
 
 
 def test_verbose_shows_loading_progress():
-    code, _, errors = finished(FITTED.replace('settings={"steps": 1}', 'settings={"steps": 1}, verbose=True'))
+    code, _, errors = finished(FITTED.replace("settings=", "verbose=True, settings="))
     assert code == 0
     assert "Loading weights" in errors
 

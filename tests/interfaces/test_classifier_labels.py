@@ -16,11 +16,13 @@ from fitting import one_line
 from i2cl import I2CLError
 from i2cl.interfaces.sklearn import I2CLClassifier
 from i2cl.interfaces.sklearn.inputs import label_words
-from interfaces.test_classifier import QUERIES, TASK, X, Y, quick, reference
+from interfaces import test_classifier
+from interfaces.test_classifier import QUERIES, TASK, quick, reference
 
+X, Y = test_classifier.X[:32], test_classifier.Y[:32]
 WORDS = sorted(TASK.labels)
 LABELS = {"list": WORDS, "dict": {word: word for word in WORDS}, "dict of ids": dict(enumerate(WORDS))}
-STEP = {"steps": 1}
+STEP = {"steps": 1, "say_label": False}
 
 
 def one_step(labels=WORDS, **parameters):

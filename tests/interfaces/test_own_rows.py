@@ -36,7 +36,8 @@ def at_80(monkeypatch):
 
 
 def fitted(call, model, path, output, *more):
-    code, out, err = call("fit", model, path, "-o", output, "--set", "steps=1", *more)
+    quick = ("--set", "steps=1", "--set", "say_label=false")
+    code, out, err = call("fit", model, path, "-o", output, *quick, *more)
     assert code == 0, err
     return out, err
 

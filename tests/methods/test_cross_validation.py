@@ -118,7 +118,7 @@ def test_fewer_than_two_folds_are_refused(folds):
 
 
 def test_scores_come_from_the_refit_without_the_text(decoder, task):
-    (method,) = make_methods(["anchored"], {"steps": 1})
+    (method,) = make_methods(["anchored"], {"steps": 1, "say_label": False})
     shown = task.sample(3, 0)
     shown = (*shown, shown[1])
 

@@ -57,7 +57,9 @@ def test_card_has_metadata_command_and_loss(tmp_path):
 
 def test_card_of_a_fit_in_python_names_the_functions(tmp_path):
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
-    anchor(decoder_named(), TASK, shown, AnchoredConfig(steps=1)).save_pretrained(tmp_path / "out")
+    anchor(decoder_named(), TASK, shown, AnchoredConfig(steps=1, say_label=False)).save_pretrained(
+        tmp_path / "out"
+    )
     text = card_of(tmp_path / "out").text
     assert "Created in Python with `i2cl.anchor`." in text
     assert "attention and MLP block with a vector." in text

@@ -21,7 +21,13 @@ from .conftest import LINES, TEXTS, error_of, make_injection
 from .test_authorization import READ, bearer
 
 FIT_REQUEST = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
-FIT_REQUEST |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
+FIT_REQUEST |= {
+    "seed": 0,
+    "method": None,
+    "recipe": None,
+    "settings": {"steps": 1, "say_label": False},
+    "evaluate": 4,
+}
 FIT_REQUEST |= {"chat": False, "instruction": None}
 
 

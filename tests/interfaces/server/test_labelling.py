@@ -28,7 +28,9 @@ FILMS = {"project": "films"}
 @pytest.fixture(autouse=True)
 def _short_fits(monkeypatch):
     """Fit in one step: these tests do not depend on the accuracy."""
-    monkeypatch.setattr(fits, "make_injector", lambda *_: Anchored.from_options({"steps": 1}))
+    monkeypatch.setattr(
+        fits, "make_injector", lambda *_: Anchored.from_options({"steps": 1, "say_label": False})
+    )
 
 
 def texts_of(task):
