@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -91,7 +92,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, and never among imported modules, most of which are torch's."""
+    """Collect garbage less often, and never among imported modules, most of which are torch's.
+
+    Let the loggers of torch propagate: pytest would add its handlers to each of them in each test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.startswith("torch"):
+            logger.propagate = True
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
@@ -141,17 +148,21 @@ def _copied_reference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_native_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _no_native_bfloat16() -> Iterator[None]:
     """Make ``--dtype auto`` the same on every CPU."""
-    monkeypatch.setattr("i2cl.models.precision.cpu_has_bfloat16", lambda: False)
-    monkeypatch.setattr("i2cl.models.loading.cpu_has_bfloat16", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("i2cl.models.precision.cpu_has_bfloat16", lambda: False)
+        patch.setattr("i2cl.models.loading.cpu_has_bfloat16", lambda: False)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _no_local_encoder() -> Iterator[None]:
     """Make the baselines of `fit` and `demo` independent of the installed packages."""
-    monkeypatch.setattr(encoders, "local_encoder", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoders, "local_encoder", lambda: None)
+        yield
 
 
 class WordsEncoder:
