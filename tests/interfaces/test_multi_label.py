@@ -18,7 +18,6 @@ from i2cl import (
     Injection,
     Task,
     Template,
-    encoders,
     make_methods,
 )
 from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitRequest, plan_evaluation
@@ -70,14 +69,11 @@ def marked(path):
 
 @pytest.fixture(scope="module")
 def fitted(model, tmp_path_factory):
-    """A fit with its evaluation, and what the command printed."""
-
+    """A fit with its evaluation."""
     folder = tmp_path_factory.mktemp("fits")
     path = separated(folder / "rows.csv")
     words = ("--label-separator", ";", "--shots", "3", "--evaluate", "20", "--set", "steps=2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoders, "local_encoder", lambda: None)  # n-grams alone are faster
-        assert run("fit", model, path, "-o", folder / "task", *words) == 0
+    assert run("fit", model, path, "-o", folder / "task", *words) == 0
     return folder / "task"
 
 

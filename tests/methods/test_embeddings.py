@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line, random_injection
 from i2cl import CalibrationConfig, Decoder, Example, encoders, load_task
+from i2cl.encoders import local_encoder
 from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitRequest, evaluate_fit, plan_evaluation
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from i2cl.methods import make_methods
@@ -246,11 +247,10 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
 )
 def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tmp_path, monkeypatch):
     """``here`` has the first letters of those available: extra, package, cache."""
-    monkeypatch.undo()  # undo the fixture that disables downloads
     monkeypatch.setattr(encoders, "find_spec", lambda module: True if "e" in here else None)
     monkeypatch.setattr(encoders, "_archive", lambda: tmp_path if "p" in here else None)
     monkeypatch.setattr(encoders, "_is_cached", lambda name: "c" in here)
-    assert encoders.local_encoder() == result
+    assert local_encoder() == result
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])
