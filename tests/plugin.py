@@ -51,19 +51,23 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
                 return check(thing, typechecker=typechecker)
             if _checks[thing.__code__] >= MAX_CHECKS:  # nested: decorated at each call of the outer function
                 return thing
-            return _check_first_calls(thing, check(thing, typechecker=typechecker))
+            return _check_first_calls(thing, partial(check, typechecker=typechecker))
 
         return decorate
 
     return jaxtyped
 
 
-def _check_first_calls(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(checked)
+def _check_first_calls(function: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    checked = None  # compiled at the first call
+
+    @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        nonlocal checked
         if _checks[function.__code__] >= MAX_CHECKS:
             return function(*args, **options)
         _checks[function.__code__] += 1
+        checked = checked or check(function)
         return checked(*args, **options)
 
     return call

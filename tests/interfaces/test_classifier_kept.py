@@ -305,14 +305,7 @@ def test_fit_prints_nothing_and_leaves_progress_bars_enabled(children):
     assert set(printed) == {"predict", "refit", "child", "parent", "during use", "after use"}
 
 
-def test_verbose_shows_loading_progress():
-    code, _, errors = finished(FITTED.replace("settings=", "verbose=True, settings="))
-    assert code == 0
-    assert "Loading weights" in errors
-
-
-def test_missing_model_of_saved_task_is_reported_at_first_prediction(tmp_path):
-    program = f"""{FITTED.replace('"reference"', "sys.argv[1]")}
+MODEL_DELETED = f"""{FITTED.replace('"reference"', "sys.argv[1], verbose=True")}
 import shutil
 classifier.save_pretrained(sys.argv[2])
 shutil.rmtree(sys.argv[1])
@@ -323,7 +316,21 @@ except ValueError as error:
     print(error)
 print(loaded.set_params(model=classifier._loaded_decoder).predict(X).tolist() == here)
 """
-    code, out, errors = finished(program, tiny_folder(tmp_path / "model"), tmp_path / "task")
+
+
+@pytest.fixture(scope="module")
+def model_deleted(tmp_path_factory):
+    """Output of a process that shows its progress, and whose model is deleted after the fit."""
+    folder = tmp_path_factory.mktemp("deleted")
+    return finished(MODEL_DELETED, tiny_folder(folder / "model"), folder / "task")
+
+
+def test_verbose_shows_loading_progress(model_deleted):
+    assert "Loading weights" in model_deleted[2]
+
+
+def test_missing_model_of_saved_task_is_reported_at_first_prediction(model_deleted):
+    code, out, errors = model_deleted
     message, same = out.splitlines()
     assert "does not exist" in message
     assert "set_params(model=...)" in message
