@@ -38,7 +38,7 @@ from sklearn.model_selection import KFold
 
 from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.encoders import MINILM, EmbeddingsConfig, embed, frozen_encoder
-from i2cl.injections.temperature import likely_temperature, normalised
+from i2cl.injections.temperature import likely_temperature, log_softmax
 from i2cl.labelling.label_issues import FOLDS, find_label_issues, label_margins, out_of_fold_log_probs
 from i2cl.labelling.suggestion import Vectors, choose_typical
 from i2cl.models.label_tokens import ScoringWarning
@@ -241,7 +241,7 @@ def _out_of_fold(
         model.fit(vectors[rest], labels[rest])
         probabilities[np.ix_(held_out, model.classes_)] += model.predict_proba(vectors[held_out])
     scores = np.log(probabilities)
-    return np.exp(normalised(scores, likely_temperature(scores, labels, 1.0, 1.0)))
+    return np.exp(log_softmax(scores, likely_temperature(scores, labels, 1.0, 1.0)))
 
 
 def show_choice(records: Sequence[dict[str, Any]], tasks: Sequence[str]) -> None:

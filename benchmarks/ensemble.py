@@ -22,7 +22,7 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import difference
 from i2cl.experiments.store import Store
 from i2cl.injections.ensemble import TEXT_PRIORS, WeightPrior, cross_fitted, likely_weights
-from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE, normalised
+from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE, log_softmax
 
 PRIORS = [WeightPrior(1 / TYPICAL_TEMPERATURE, SPREAD / TYPICAL_TEMPERATURE), *TEXT_PRIORS.values()]
 MEMBERS = ("anchored", "embeddings", "tfidf")
@@ -59,7 +59,7 @@ def collect(store: Store, limit: int, folder: Path, encoder: str) -> dict[tuple[
         if not path.is_file():
             np.savez_compressed(path, text=text_scores(task, seed, limit, encoder))
         anchored = of_method["anchored"]
-        scores = np.concatenate([normalised(anchored.scores.array)[None], np.load(path)["text"]])
+        scores = np.concatenate([log_softmax(anchored.scores.array)[None], np.load(path)["text"]])
         gold = np.array(anchored.gold)
         rivals = {
             name: np.array(of_method[name].predictions) == np.array(of_method[name].gold)
@@ -69,7 +69,7 @@ def collect(store: Store, limit: int, folder: Path, encoder: str) -> dict[tuple[
         collected[task, seed] = {"scores": scores, "gold": gold, "rivals": rivals}
         lora = of_method.get("lora")
         if lora is not None and lora.scores is not None:
-            collected[task, seed]["lora"] = normalised(lora.scores.array)
+            collected[task, seed]["lora"] = log_softmax(lora.scores.array)
     return collected
 
 
@@ -104,7 +104,7 @@ def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
         "ensemble": cross_fitted(scores, gold, PRIORS, folds=5),
         "typical weights": cross_fitted(scores, gold, PRIORS, folds=0),
         OTHER_TASKS: cross_fitted(scores, gold, other_tasks, folds=5),
-        "product": normalised(scores[0] / TYPICAL_TEMPERATURE + scores[1]),
+        "product": log_softmax(scores[0] / TYPICAL_TEMPERATURE + scores[1]),
         "anchored": cross_fitted(scores[:1], gold, PRIORS[:1], folds=5),
         "embeddings": scores[1],
         "tfidf": scores[2],

@@ -27,7 +27,7 @@ from i2cl.experiments.draw import up_to
 from i2cl.experiments.evaluation import fit_method, macro_f1
 from i2cl.experiments.evidence.fit_evaluation import sample_rows
 from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
-from i2cl.injections.temperature import MIN_LOG_PROB, normalised
+from i2cl.injections.temperature import MIN_LOG_PROB, log_softmax
 from i2cl.methods import METHODS, Method
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.cross_validation import cross_validate
@@ -133,7 +133,7 @@ def score(decoder: Decoder, task: Task, method: Method, train: Examples, test: E
 
 def log_probs(predictor: Predictor, rows: Examples) -> LogProbs:
     """Return normalized log-probabilities of the labels."""
-    return normalised(predictor.log_probs([row.text for row in rows]).double().numpy())
+    return log_softmax(predictor.log_probs([row.text for row in rows]).double().numpy())
 
 
 def score_missing(
@@ -175,7 +175,7 @@ def ensemble(experts: Mapping[str, Scored]) -> tuple[LogProbs, tuple[float, ...]
     priors = [PRIORS[name] for name in experts if name in PRIORS]
     weights = likely_weights(held_out, members[0].train_gold, priors)
     each = np.maximum([member.log_probs for member in members], MIN_LOG_PROB)
-    return normalised(np.tensordot(weights, each, 1)), weights
+    return log_softmax(np.tensordot(weights, each, 1)), weights
 
 
 def accuracy_and_f1(gold: Int[np.ndarray, " rows"], log_probs: LogProbs) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from i2cl.experiments.confidence import Confidence, confidence, highest
 from i2cl.experiments.evidence.selective import select
-from i2cl.injections.temperature import best_temperature, likely_temperature, normalised
+from i2cl.injections.temperature import best_temperature, likely_temperature, log_softmax
 from results_tables import ROOT, table
 
 TARGET, ROWS, DRAWS = 0.9, 100, 50
@@ -67,7 +67,7 @@ def confidence_fits() -> tuple[Fit, ...]:
     for one in map(json.loads, (folder / "refits.jsonl").read_text(encoding="utf-8").splitlines()):
         name = f"{one['task']}-{one['seed']}"
         if f"{name}/scores" in stored:
-            scores, gold = normalised(stored[f"{name}/scores"]), stored[f"{name}/gold"].astype(int)
+            scores, gold = log_softmax(stored[f"{name}/scores"]), stored[f"{name}/gold"].astype(int)
             fits.append(Fit(one["task"], np.array(one["scores"]), np.array(one["gold"]), scores, gold))
     return tuple(fits)
 
@@ -80,7 +80,7 @@ def temperatures() -> str:
     for fit in confidence_fits():
         others = [other.best for other in confidence_fits() if other.task != fit.task]
         for rule, temperature in fit.temperatures(others).items():
-            by_rule[rule][fit.task].append((normalised(fit.scores, temperature), fit.gold))
+            by_rule[rule][fit.task].append((log_softmax(fit.scores, temperature), fit.gold))
     rows = []
     for rule, by_task in by_rule.items():
         per_fit = [[astuple(metrics(*seed)) for seed in seeds] for seeds in by_task.values()]
@@ -107,7 +107,7 @@ def thresholds() -> str:
             for _ in range(DRAWS):
                 drawn = random.integers(0, len(correct), ROWS)
                 temperature = likely_temperature(fit.scores[drawn], fit.gold[drawn])
-                confidences = highest(normalised(fit.scores, temperature))
+                confidences = highest(log_softmax(fit.scores, temperature))
                 selection = select(confidences[drawn], correct[drawn], TARGET)
                 reached = confidences >= (selection.threshold if selection else 2.0)
                 missed = bool(selection) and correct[reached].mean() < TARGET

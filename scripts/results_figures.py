@@ -15,7 +15,7 @@ from i2cl.experiments.confidence import highest, reliability as curve
 from i2cl.experiments.report.figures import new_figure
 from i2cl.experiments.report.results import Results
 from i2cl.experiments.statistics import Accuracy
-from i2cl.injections.temperature import normalised
+from i2cl.injections.temperature import log_softmax
 from results_confidence import confidence_fits
 from results_tables import LABELS, MODELS, OURS, find_line, find_lines, is_complete, results
 
@@ -39,7 +39,7 @@ def reliability() -> str:
     axes.plot([0, 100], [0, 100], linestyle="--", color="#020202", label="perfect calibration")
     for label, colour, marker in (("as predicted", "#040404", "s"), ("at the temperature", "#030303", "o")):
         temperatures = [fit.chosen if marker == "o" else 1.0 for fit in fits]
-        scores = [normalised(fit.scores, one) for fit, one in zip(fits, temperatures, strict=True)]
+        scores = [log_softmax(fit.scores, one) for fit, one in zip(fits, temperatures, strict=True)]
         confidences = np.concatenate([highest(one) for one in scores])
         correct = np.concatenate([one.argmax(1) == fit.gold for one, fit in zip(scores, fits, strict=True)])
         means, accuracies = curve(confidences, correct)

@@ -19,7 +19,7 @@ from i2cl.experiments.report.printed import printed_tables
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.report.tables import NO_RESULT, format_accuracy, format_interval, format_points
 from i2cl.experiments.statistics import Difference, accuracy, difference
-from i2cl.injections.temperature import TYPICAL_TEMPERATURE, normalised
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE, log_softmax
 from results_claims import OTHER_MODELS, claims, few_shot_with_prior, summary
 from results_confidence import temperatures, thresholds
 from results_figures import FIGURES
@@ -190,7 +190,7 @@ def correct(
             if run.scores is None or other.scores is None or other.gold != run.gold:
                 raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
             best = (
-                normalised(run.scores.array, TYPICAL_TEMPERATURE) + normalised(other.scores.array)
+                log_softmax(run.scores.array, TYPICAL_TEMPERATURE) + log_softmax(other.scores.array)
             ).argmax(1)
         predictions.append(np.equal(best, run.gold))
     return np.stack(predictions)

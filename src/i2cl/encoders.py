@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from i2cl.errors import I2CLError, first_line, require_packages
-from i2cl.models.scoring import Progress, in_parts, require_texts
+from i2cl.models.scoring import Progress, map_batches, require_texts
 from i2cl.models.training import Settings
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
@@ -93,7 +93,7 @@ def embed(
     """Compute unit-length embeddings in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
     encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
-    parts = list(in_parts(encode, list(texts), PROGRESS_TEXTS, progress))
+    parts = list(map_batches(encode, list(texts), PROGRESS_TEXTS, progress))
     return np.concatenate(parts) if parts else np.empty((0, 0))
 
 

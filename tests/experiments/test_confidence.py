@@ -7,13 +7,13 @@ from sklearn import calibration, metrics
 
 from i2cl.experiments.confidence import BINS, confidence, highest, reliability, risk_coverage
 from i2cl.injections import temperature
-from i2cl.injections.temperature import TYPICAL_TEMPERATURE, best_temperature, likely_temperature, normalised
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE, best_temperature, likely_temperature, log_softmax
 
 
 def drawn(seed=0, queries=400, labels=4, sharper=1.0):
     """Draw labels from the probabilities of scores, and return the scores times ``sharper``."""
     rng = np.random.default_rng(seed)
-    scores = normalised(2 * rng.standard_normal((queries, labels)))
+    scores = log_softmax(2 * rng.standard_normal((queries, labels)))
     return scores * sharper, np.array([rng.choice(labels, p=np.exp(row)) for row in scores])
 
 
@@ -34,7 +34,7 @@ def test_metrics_of_four_queries():
 @pytest.mark.parametrize("labels", [2, 5])
 def test_log_loss_and_brier_score_equal_scikit_learn(labels):
     scores, gold = drawn(labels=labels, sharper=1.7)
-    probabilities, known = np.exp(normalised(scores)), range(labels)
+    probabilities, known = np.exp(log_softmax(scores)), range(labels)
     result = measured(scores, gold)
     assert result.log_loss == pytest.approx(metrics.log_loss(gold, probabilities, labels=known))
     hits = np.eye(labels)[gold]
@@ -90,12 +90,12 @@ def test_best_temperature_equals_scipy_minimize():
     scores, gold = drawn(queries=200, sharper=3)
 
     def loss(log_temperature):
-        return measured(normalised(scores, np.exp(log_temperature)), gold).log_loss
+        return measured(log_softmax(scores, np.exp(log_temperature)), gold).log_loss
 
     expected, least = searched(loss)
     result = best_temperature(scores, gold)
     assert result == pytest.approx(expected, rel=1e-4)
-    assert measured(normalised(scores, result), gold).log_loss <= least + 1e-12
+    assert measured(log_softmax(scores, result), gold).log_loss <= least + 1e-12
 
 
 def test_temperature_is_finite_for_any_scores():
@@ -125,7 +125,7 @@ def test_temperature_with_prior_minimizes_loss_plus_prior():
     scores, gold = drawn(queries=30, sharper=4)
 
     def objective(log_temperature):
-        own = measured(normalised(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
+        own = measured(log_softmax(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
         return own + (log_temperature - np.log(TYPICAL_TEMPERATURE)) ** 2 / (2 * temperature.SPREAD**2)
 
     assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)

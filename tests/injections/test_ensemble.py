@@ -7,7 +7,7 @@ from fitting import one_line
 from i2cl import encoders
 from i2cl.injections import ensemble
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, cross_fitted, likely_weights
-from i2cl.injections.temperature import best_temperature, normalised
+from i2cl.injections.temperature import best_temperature, log_softmax
 
 PRIOR = WeightPrior(0.4, 0.2)
 
@@ -15,9 +15,9 @@ PRIOR = WeightPrior(0.4, 0.2)
 def drawn(rows, sharpness, seed=0):
     """Log-probabilities of two members: one knows the label as well as it says, the other guesses."""
     rng = np.random.default_rng(seed)
-    good = normalised(sharpness * rng.normal(size=(rows, 3)))
+    good = log_softmax(sharpness * rng.normal(size=(rows, 3)))
     gold = np.array([rng.choice(3, p=np.exp(row)) for row in good])
-    return np.stack([good, normalised(sharpness * rng.normal(size=(rows, 3)))]), gold
+    return np.stack([good, log_softmax(sharpness * rng.normal(size=(rows, 3)))]), gold
 
 
 def test_weight_of_one_member_is_the_inverse_of_the_best_temperature():
@@ -52,7 +52,7 @@ def test_cross_fitted_rows_do_not_choose_their_own_weights():
     before, after = (cross_fitted(log_probs, labels, [PRIOR, PRIOR]) for labels in (gold, changed))
     assert np.array_equal(before[4], after[4])
     assert not np.array_equal(before[5], after[5])
-    typical = normalised(np.tensordot([0.4, 0.4], log_probs, 1))
+    typical = log_softmax(np.tensordot([0.4, 0.4], log_probs, 1))
     assert cross_fitted(log_probs, gold, [PRIOR, PRIOR], folds=0) == pytest.approx(typical)
 
 

@@ -40,7 +40,7 @@ def test_i2cl_over_icl_calibration_can_cache_demonstrations(model_type, films, d
     """Caching the demonstrations once per step gives the same coefficients."""
     options = {"epochs": 2, "noise": 0.0}
     shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    monkeypatch.setattr("i2cl.core.calibration.shared_front", lambda _queries: ())
+    monkeypatch.setattr("i2cl.core.calibration.common_prefix", lambda _queries: ())
     whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
     assert not torch.equal(whole.injection.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
     torch.testing.assert_close(

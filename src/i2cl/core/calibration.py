@@ -16,7 +16,7 @@ from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.recipe import ACTIVE_SUBLAYERS, CalibrationConfig
 from i2cl.core.weights import apply_class_weight, example_weights
 from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
-from i2cl.models.batching import Batch, budget_chunks, packing_pays, shared_front
+from i2cl.models.batching import Batch, budget_chunks, common_prefix, packing_pays
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
 from i2cl.models.label_tokens import Scoring
@@ -193,7 +193,7 @@ class CalibrationLoss:
         self.config = config
         self.coefficients = coefficients
         self.prompts = scorer.queries([example.text for example in demonstrations], prompt)
-        self.shared = shared_front(self.prompts) if prompt else ()
+        self.shared = common_prefix(self.prompts) if prompt else ()
         self.likelihood = LabelLikelihood(
             decoder,
             [ids[len(self.shared) :] for ids in self.prompts],
@@ -232,7 +232,7 @@ class CalibrationLoss:
         )
         batch = self._batch(rows)
         prefix = self.decoder.prefix(self.shared, edit=noisy) if self.shared else None
-        return self.likelihood.of_rows(rows, batch, noisy, prefix)
+        return self.likelihood.log_probs(rows, batch, noisy, prefix)
 
     def _batch(self, rows: Sequence[int]) -> Batch:
         """Make a batch. Pack it into one row if the model can, no prefix is used, and it saves work."""

@@ -24,7 +24,7 @@ from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, Edit, Replay
 from i2cl.models.label_tokens import LabelTokens
-from i2cl.models.scoring import in_order
+from i2cl.models.scoring import stack_rows
 from i2cl.models.training import Backward
 
 RIDGE = 0.001  # nats per mean(u^2), where the vector is u times the root mean square of the residual stream
@@ -75,7 +75,7 @@ def _streams(decoder: Decoder, queries: Sequence[Ids], edit: AffineEdit) -> Floa
     def run(batch: Batch) -> Tensor:
         return decoder.capture(batch, hook_point="hidden", edit=edit)[:, -1, 0]
 
-    streams = in_order((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
+    streams = stack_rows((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
     return streams.to(decoder.device)
 
 

@@ -23,7 +23,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.edits import AffineEdit
 from i2cl.models.label_tokens import LabelTokens
-from i2cl.models.scoring import LabelScorer, in_order, score
+from i2cl.models.scoring import LabelScorer, score, stack_rows
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
@@ -285,7 +285,7 @@ class Objective:
         batches = decoder.run_batches(
             [self.queries[row] for row in rows], differentiate, training=True, row_bytes=self._row_bytes
         )
-        tokens = in_order((batch.rows, tokens) for batch, tokens in batches)
+        tokens = stack_rows((batch.rows, tokens) for batch, tokens in batches)
         _require_finite(tokens, *(slopes[row, :, : self.vector_size] for row in rows))
         return tokens
 

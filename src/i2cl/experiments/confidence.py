@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 from jaxtyping import Bool, Float
 
-from i2cl.injections.temperature import Labels, Scores, normalised
+from i2cl.injections.temperature import Labels, Scores, log_softmax
 
 BINS = 15  # equal-mass bins of the expected calibration error
 Confidences = Float[np.ndarray, " queries"]  # highest label probability of each query
@@ -42,7 +42,7 @@ NAMES = tuple(field.name for field in fields(Confidence))  # of the four metrics
 
 def confidence(scores: Scores, gold: Labels, predictions: Labels) -> Confidence:
     """Compute the four metrics from label scores, gold label ids and predicted label ids."""
-    log_probabilities = normalised(scores)
+    log_probabilities = log_softmax(scores)
     queries = np.arange(len(gold))
     target = np.eye(scores.shape[1])[gold]
     confidences, correct = highest(scores), predictions == gold
@@ -66,7 +66,7 @@ def mean_confidence(metrics: Sequence[Confidence | None]) -> Confidence | None:
 
 def highest(scores: Scores) -> Confidences:
     """Return the confidence of each query: its highest label probability."""
-    return np.asarray(np.exp(normalised(scores).max(1)))
+    return np.asarray(np.exp(log_softmax(scores).max(1)))
 
 
 def reliability(confidences: Confidences, correct: Correct) -> Curve:

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from i2cl.experiments.confidence import NAMES, Confidence, confidence
 from i2cl.experiments.grid import Cell, Frozen
-from i2cl.injections.temperature import normalised
+from i2cl.injections.temperature import log_softmax
 from i2cl.methods import Cost
 
 # JSON field -> field of `Cost`
@@ -41,7 +41,7 @@ class Scores(Frozen):
     @classmethod
     def of(cls, scores: Float[np.ndarray, "queries labels"]) -> Self:
         """Convert scores to log-probabilities in float16; values below its range become its minimum."""
-        clipped = np.maximum(normalised(scores), np.finfo(np.float16).min).astype("<f2")
+        clipped = np.maximum(log_softmax(scores), np.finfo(np.float16).min).astype("<f2")
         return cls(
             shape=(len(clipped), clipped.shape[1]), float16=base64.b64encode(clipped.tobytes()).decode()
         )

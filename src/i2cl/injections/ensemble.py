@@ -21,7 +21,7 @@ from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfE
 from i2cl.core.injection import Injection, LabelHead
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, first_problem
-from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, normalised
+from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, log_softmax
 from i2cl.models.language import LanguageWarning, knows_language
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
@@ -179,7 +179,7 @@ def likely_weights(
     rows, clipped = np.arange(len(gold)), np.maximum(np.asarray(log_probs, float), MIN_LOG_PROB)
 
     def objective(weights: Float[np.ndarray, " members"]) -> tuple[float, Float[np.ndarray, " members"]]:
-        pooled = normalised(np.tensordot(weights, clipped, 1))
+        pooled = log_softmax(np.tensordot(weights, clipped, 1))
         expected = (np.exp(pooled) * clipped).sum(2)
         slope = (expected - clipped[:, rows, gold]).sum(1)
         deviation = (weights - means) / stds
@@ -227,4 +227,4 @@ def cross_fitted(
 
 def pool_log_probs(log_probs: Float[np.ndarray, "members rows labels"], weights: Sequence[float]) -> Scores:
     """Return the log-probabilities of a log-linear pool, normalized over the labels."""
-    return normalised(np.tensordot(weights, np.maximum(log_probs, MIN_LOG_PROB), 1))
+    return log_softmax(np.tensordot(weights, np.maximum(log_probs, MIN_LOG_PROB), 1))

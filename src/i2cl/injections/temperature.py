@@ -58,7 +58,7 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     )
 
 
-def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
+def log_softmax(scores: Scores, temperature: float = 1.0) -> Scores:
     """Return log-probabilities at a temperature, normalized over the labels, in double precision."""
     scaled = np.asarray(scores, float) / temperature
     shifted = scaled - scaled.max(1, keepdims=True)
@@ -81,13 +81,13 @@ def likely_temperature(
     """
     if not len(scores) or not np.ptp(scores, axis=1).any():
         return typical
-    log_probs = np.maximum(normalised(scores), MIN_LOG_PROB)
+    log_probs = np.maximum(log_softmax(scores), MIN_LOG_PROB)
     gold_log_probs = log_probs[np.arange(len(gold)), gold]
     low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
     for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         inverse = math.exp(-middle)
-        probabilities = np.exp(normalised(log_probs * inverse))
+        probabilities = np.exp(log_softmax(log_probs * inverse))
         # derivative of the objective with respect to the logarithm; negative: overconfident
         slope = -inverse * ((probabilities * log_probs).sum(1) - gold_log_probs).sum()
         overconfident = slope + (middle - math.log(typical)) / spread**2 < 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from i2cl import encoders
 from i2cl.errors import I2CLError
-from i2cl.injections.temperature import likely_temperature, normalised
+from i2cl.injections.temperature import likely_temperature, log_softmax
 from i2cl.methods import Predictor, make_methods
 from i2cl.methods.cross_validation import cross_validate
 from i2cl.models.decoder import Decoder
@@ -89,7 +89,7 @@ def review(
     if log_probs is None:
         log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress)
     labels = np.array([row.label for row in rows])
-    probabilities = np.exp(normalised(log_probs.numpy()))
+    probabilities = np.exp(log_softmax(log_probs.numpy()))
     margins = label_margins(probabilities, labels)
     twins = near_duplicates(rows)
     listed = {row for row, others in twins.items() if margins[row] <= min(margins[list(others)])}

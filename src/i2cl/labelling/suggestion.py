@@ -20,7 +20,7 @@ from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import prior_bias
 from i2cl.methods.linear_probe import query_states
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import LabelScorer, Progress, in_parts, label_log_probs
+from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, map_batches
 from i2cl.tasks import Task
 from i2cl.tasks.sample import text_key
 
@@ -140,7 +140,7 @@ def text_vectors(
     def states(batch: Sequence[str]) -> Tensor:
         return query_states(scorer, batch, [layer], pooled=pooled)[:, 0, -1]
 
-    vectors = torch.cat(list(in_parts(states, texts, encoders.PROGRESS_TEXTS, progress)))
+    vectors = torch.cat(list(map_batches(states, texts, encoders.PROGRESS_TEXTS, progress)))
     return torch.nn.functional.normalize(vectors, dim=-1).numpy()
 
 

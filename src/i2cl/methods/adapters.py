@@ -116,7 +116,7 @@ class AdapterMethod(Method):
                 if word_weights is not None:
                     weights = word_weights.at(*weight_changes)
                     likelihood.labels = scorer.labels.with_word_weights(weights)
-                return -likelihood.of_rows(chosen, likelihood.batch(chosen)).mean()
+                return -likelihood.log_probs(chosen, likelihood.batch(chosen)).mean()
 
             parameters = [
                 parameter for parameter in adapted_decoder.model.parameters() if parameter.requires_grad

@@ -9,7 +9,7 @@ import numpy as np
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, LabelScores, Predictor
-from i2cl.models.scoring import Progress, in_order
+from i2cl.models.scoring import Progress, stack_rows
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # default number of folds
@@ -127,7 +127,7 @@ class CrossValidatedPredictor:
         rows_of: dict[int, list[int]] = defaultdict(list)
         for row, text in enumerate(texts):
             rows_of[self.fold_of[text]].append(row)
-        return in_order(
+        return stack_rows(
             (rows, self.refits[fold].log_probs([texts[row] for row in rows], progress))
             for fold, rows in sorted(rows_of.items())
         )

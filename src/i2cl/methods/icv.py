@@ -21,7 +21,7 @@ from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import LabelScorer, in_order
+from i2cl.models.scoring import LabelScorer, stack_rows
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -107,7 +107,7 @@ def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts laye
     limit = None if decoder.max_length is None else decoder.max_length - len(front)
     ids = [front + row for row in decoder.encoder.encode(str, texts, limit)]
     captured = decoder.run_batches(ids, partial(decoder.capture, hook_point="hidden"))
-    return in_order((batch.rows, states[:, :, 0]) for batch, states in captured)
+    return stack_rows((batch.rows, states[:, :, 0]) for batch, states in captured)
 
 
 def _start_ids(decoder: Decoder) -> Ids:

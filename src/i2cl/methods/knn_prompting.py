@@ -14,7 +14,7 @@ from torch import Tensor
 from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.methods.prompting import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import LabelScorer, Progress, in_parts
+from i2cl.models.scoring import LabelScorer, Progress, map_batches
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -64,7 +64,7 @@ class KNNPredictor:
         These scores are not log-probabilities.
         """
         empty = torch.empty(0, len(self.prompt.scorer.task.labels))  # the result without texts
-        return torch.cat([empty, *in_parts(self._votes, texts, CHUNK_SIZE, progress)])
+        return torch.cat([empty, *map_batches(self._votes, texts, CHUNK_SIZE, progress)])
 
     def _votes(self, texts: Sequence[str]) -> LabelScores:
         query = self.prompt.next_token_log_probs(texts)

@@ -17,7 +17,7 @@ from i2cl.errors import I2CLError, require_utf8
 from i2cl.methods import adapters
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.prefix import holds_keys_alone
+from i2cl.models.prefix import caches_only_keys_and_values
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -187,7 +187,7 @@ class PrefixTuning(VirtualTokenMethod):
             I2CLError: if they differ between layers, or the model caches more than keys and values.
         """
         config = decoder.model.config
-        tensors = self.cached(decoder, (0,)) if holds_keys_alone(config) else []
+        tensors = self.cached(decoder, (0,)) if caches_only_keys_and_values(config) else []
         shapes = {(tensor.shape[0], tensor.shape[2]) for tensor in tensors}
         if len(tensors) == 2 * decoder.layers and len(shapes) == 1:
             ((heads, width),) = shapes

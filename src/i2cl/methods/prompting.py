@@ -17,7 +17,7 @@ from i2cl.core.context import require_labels
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, LabelScores, Method
-from i2cl.models.batching import Ids, shared_front
+from i2cl.models.batching import Ids, common_prefix
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
@@ -26,10 +26,10 @@ from i2cl.models.prefix import Prefix, uses_alibi
 from i2cl.models.scoring import (
     LabelScorer,
     Progress,
-    in_order,
     next_token_log_probabilities,
     require_finite,
     score,
+    stack_rows,
 )
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
@@ -69,7 +69,7 @@ class PromptPredictor:
     def next_token_log_probs(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Return the log-probability of every token as the next one after each prompt."""
         decoder, edit = self.scorer.decoder, self.edit
-        return in_order(
+        return stack_rows(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
             for rows, queries, prefix in self.split_by_cache(texts)
         )
@@ -158,7 +158,7 @@ def encode_prompts(scorer: LabelScorer, shown: Pairs, texts: Sequence[str]) -> l
 
 def common_prefix_ids(scorer: LabelScorer, shown: Pairs) -> Ids:
     """Return the tokens that all prompts start with; raises I2CLError as `encode_prompts`."""
-    return shared_front(encode_prompts(scorer, shown, ["a", "7"]))
+    return common_prefix(encode_prompts(scorer, shown, ["a", "7"]))
 
 
 class ScoringConfig(Settings):

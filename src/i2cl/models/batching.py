@@ -156,7 +156,7 @@ def batch_sizes(lengths: Sequence[int], max_rows: Sequence[int], pass_cost: floa
     return sizes
 
 
-def shared_front(rows: Sequence[Ids]) -> Ids:
+def common_prefix(rows: Sequence[Ids]) -> Ids:
     """Return the tokens that all rows start with, excluding the last token of the shortest row."""
     length = min(map(len, rows)) - 1
     columns = zip(*(row[:length] for row in rows), strict=True)

@@ -29,8 +29,14 @@ from i2cl.models.fingerprint import (
 )
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.memory import BatchLimit, MemoryWarning, training_memory
-from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
-from i2cl.models.prefix import Prefix, holds_keys_alone, uses_alibi, window_of
+from i2cl.models.precision import (
+    Quantization,
+    disable_4bit_repacking,
+    dtype_name,
+    execution_device,
+    quantization_of,
+)
+from i2cl.models.prefix import Prefix, caches_only_keys_and_values, uses_alibi, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
 
@@ -92,7 +98,7 @@ class Decoder:
         revision: str | None = None,
         token_budget: int | None = None,
     ) -> None:
-        settle_4bit(model)
+        disable_4bit_repacking(model)
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
@@ -105,7 +111,7 @@ class Decoder:
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
         self.encoder = PromptEncoder.of(tokenizer)
         self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
-        self.can_split = holds_keys_alone(model.config)
+        self.can_split = caches_only_keys_and_values(model.config)
 
     @classmethod
     def from_pretrained(

@@ -105,7 +105,7 @@ def dequantize(module: Any, parameter: Any) -> Tensor | None:
     return values
 
 
-def settle_4bit(model: PreTrainedModel) -> None:
+def disable_4bit_repacking(model: PreTrainedModel) -> None:
     """Keep bitsandbytes' 4-bit layers on a CPU from repacking their weights, so that they have gradients.
 
     On some CPUs the first forward would repack the weights in place for kernels without gradients

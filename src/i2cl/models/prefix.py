@@ -69,7 +69,7 @@ def uses_alibi(config: PreTrainedConfig) -> bool:
     return config.model_type in {"bloom", "mpt"} or (config.model_type == "falcon" and config.alibi)
 
 
-def holds_keys_alone(config: PreTrainedConfig) -> bool:
+def caches_only_keys_and_values(config: PreTrainedConfig) -> bool:
     """Return whether a cache of this model holds only keys and values of tokens; False if unknown."""
     try:
         layers = DynamicCache(config=config).layers

@@ -239,16 +239,16 @@ def next_token_log_probabilities(
     """Compute the log-probability of every token after each query, in float32 on the CPU."""
     request = _Request(decoder, queries, (), edit, prefix)
     with decoder.frozen(), torch.no_grad():
-        return in_order((batch.rows, rows.cpu()) for batch, rows in request.next_token_log_probs())
+        return stack_rows((batch.rows, rows.cpu()) for batch, rows in request.next_token_log_probs())
 
 
-def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+def stack_rows(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     """Stack rows that come in parts, each part with the indices of its rows."""
     row_of = {index: row for indices, rows in parts for index, row in zip(indices, rows, strict=True)}
     return torch.stack([row_of[index] for index in range(len(row_of))])
 
 
-def in_parts(
+def map_batches(
     work: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
 ) -> Iterator[T]:
     """Yield the results of ``work`` for batches of ``size`` texts."""

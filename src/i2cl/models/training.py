@@ -99,7 +99,7 @@ class LabelLikelihood:
         queries, targets = ([each[row] for row in rows] for each in (self.queries, self.targets))
         return labelled_batch(queries, targets, self.decoder.device, packed=packed)
 
-    def of_rows(
+    def log_probs(
         self, rows: Sequence[int], batch: Batch, edit: Edit | None = None, prefix: Prefix | None = None
     ) -> Float[Tensor, " rows"]:
         """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""

@@ -16,7 +16,7 @@ from i2cl.experiments.records import Scores
 from i2cl.experiments.report import figures
 from i2cl.experiments.report.figures import FIGURES, save
 from i2cl.experiments.report.results import results_of
-from i2cl.injections.temperature import best_temperature, normalised
+from i2cl.injections.temperature import best_temperature, log_softmax
 
 TASKS = ("films", "news", "plots")
 ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
@@ -348,7 +348,7 @@ def test_reliability_at_both_temperatures():
         diagonal, _, line = axes.lines
         assert (diagonal.get_linestyle(), *diagonal.get_xdata()) == ("--", 0, 100)
         pairs = zip(arrays, temperatures, strict=True)
-        sure = np.concatenate([highest(normalised(scores, one)) for scores, one in pairs])
+        sure = np.concatenate([highest(log_softmax(scores, one)) for scores, one in pairs])
         np.testing.assert_allclose(np.stack(line.get_data()), 100 * np.stack(reliability(sure, hits)))
     assert legend_of(figure) == ["Zero-shot", "I2CL"]
 

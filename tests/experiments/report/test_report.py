@@ -29,7 +29,7 @@ from i2cl.experiments.records import Scores
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.results import results_of
 from i2cl.experiments.statistics import accuracy, difference
-from i2cl.injections.temperature import best_temperature, normalised
+from i2cl.injections.temperature import best_temperature, log_softmax
 
 
 def test_accuracies_by_task_and_average_with_interval():
@@ -168,7 +168,7 @@ def with_scores(method, task, seed, sharper=3.0, queries=60):
     """Calibrated scores times ``sharper``, so their best temperature is about ``sharper``."""
     gold = np.arange(queries) % 2
     fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
-    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # Bayes' rule for two normal distributions
+    scores = log_softmax(np.stack([-fair / 2, fair / 2], 1))  # Bayes' rule for two normal distributions
     return record(method, task, seed, scores.argmax(1) == gold, scores=Scores.of(scores * sharper))
 
 
@@ -187,7 +187,7 @@ def test_calibration_table_has_metrics_at_both_temperatures():
         scores, gold, _ = map(np.concatenate, zip(*sets, strict=True))
         temperatures.append(best_temperature(scores, gold))
         each.append([confidence(*one) for one in sets])
-        best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
+        best.append([confidence(log_softmax(a, temperatures[-1]), g, p) for a, g, p in sets])
     shown = [cell.text for cell in result.rows[1][1:]]
     expected = []
     for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):

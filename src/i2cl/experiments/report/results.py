@@ -15,7 +15,7 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, accuracy, difference
-from i2cl.injections.temperature import best_temperature, normalised
+from i2cl.injections.temperature import best_temperature, log_softmax
 from i2cl.methods import METHODS, is_stochastic
 
 Correct = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, see `i2cl.experiments.statistics.Result`
@@ -390,7 +390,7 @@ class TaskScores:
 
     def at(self, temperature: float) -> Float[np.ndarray, "seeds queries labels"]:
         """Return the log-probabilities at a temperature."""
-        return np.stack([normalised(scores, temperature) for scores in self.scores])
+        return np.stack([log_softmax(scores, temperature) for scores in self.scores])
 
     def metrics(self, temperature: float) -> Float[np.ndarray, "seeds 4"]:
         """Return the calibration metrics of each seed at a temperature."""

@@ -23,7 +23,7 @@ from i2cl.experiments.draw import up_to, warn_of_small_classes
 from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
 from i2cl.experiments.fitting import fit_task
 from i2cl.injections.ensemble import EnsembleConfig
-from i2cl.injections.temperature import normalised
+from i2cl.injections.temperature import log_softmax
 from i2cl.interfaces.sklearn.inputs import (
     Classes,
     as_examples,
@@ -227,7 +227,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(f"{problem}: rename the class")
         if best.dtype.kind in "ub":  # cannot represent -1
             best = best.astype(np.int64)
-        return np.where(np.exp(normalised(scores)).max(-1) < self.min_confidence, placeholder, best)
+        return np.where(np.exp(log_softmax(scores)).max(-1) < self.min_confidence, placeholder, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Return the probability of each class. Raises as `predict`."""
@@ -236,7 +236,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Return the log-probability of each class, in nats. Raises as `predict`."""
         scores = self._scores(X)
-        return scores if self.injection_.head.multi_label else normalised(scores)
+        return scores if self.injection_.head.multi_label else log_softmax(scores)
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Return the log-odds of the second class, in nats; with more classes, log-probabilities of all.
