@@ -44,7 +44,7 @@ def test_replayed_outputs_match_those_of_the_blocks(case):
         for edit in [*edits, edits[0]]:
             plain = decoder.forward(batch, edit=edit)
             assert torch.equal(decoder.forward(batch, edit=edit, replay=replay), plain)
-    assert len(replay.kept) == 1
+    assert len(replay.streams) == 1
 
 
 def test_model_is_restored_also_after_an_error():
@@ -70,7 +70,7 @@ def test_batches_are_replayed_separately_without_gradients_below():
             batch = make_batch(ids, decoder.device, rows=[QUERIES.index(one) for one in ids])
             score = decoder.forward(batch, edit=Vectors(values), replay=replay)[:, 0, LABELS[0]].sum()
             gradients += torch.autograd.grad(score, [values])
-    assert len(replay.kept) == 2
+    assert len(replay.streams) == 2
     for first, again in zip(gradients[:2], gradients[2:], strict=True):
         torch.testing.assert_close(again[1:], first[1:])
         assert first[0].any()
@@ -84,7 +84,7 @@ def test_blocks_with_a_replaced_forward_are_not_skipped():
     batch = make_batch(QUERIES, decoder.device)
     with decoder.frozen(), torch.no_grad():
         assert torch.equal(decoder.forward(batch, replay=replay), decoder.forward(batch))
-    assert not replay.kept
+    assert not replay.streams
 
 
 def test_batch_of_other_tokens_is_not_replayed():
@@ -95,4 +95,4 @@ def test_batch_of_other_tokens_is_not_replayed():
             batch = make_batch([tuple(token + shift for token in ids) for ids in QUERIES], decoder.device)
             plain = decoder.forward(batch)
             assert torch.equal(decoder.forward(batch, replay=replay), plain)
-    assert len(replay.kept) == 2
+    assert len(replay.streams) == 2

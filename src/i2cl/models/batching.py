@@ -62,17 +62,19 @@ def gather(
 ) -> Float[Tensor, "batch positions d"]:
     """Select the hidden states (lines x tokens x d) for the LM head."""
     index = positions.to(hidden.device)
-    wide = index[..., None].expand(-1, -1, hidden.shape[-1])
-    return hidden[0, index] if packed else hidden.gather(1, wide)
+    if packed:
+        return hidden[0, index]
+    return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
-def context_length(config: Any, otherwise: int) -> int | None:
-    """Return a model's maximum number of tokens, or None; ``otherwise`` is the tokenizer's.
+def context_length(config: Any, tokenizer_length: int) -> int | None:
+    """Return a model's context length in tokens, or None if it has no limit.
 
-    Within it, the rotary angles of a row do not depend on the other rows of its batch. A model with longrope
-    chooses the angles of a batch by its longest row, so its context ends at
-    ``original_max_position_embeddings``, where they change. With dynamic NTK it is one token less than the
-    context: transformers resets the angles that a longer row changed only for rows shorter than the context.
+    Without a length in the model's config, the tokenizer's ``model_max_length`` is used. Within the context,
+    the rotary angles of a row do not depend on the other rows of its batch. A model with longrope chooses the
+    angles of a batch by its longest row, so its context ends at ``original_max_position_embeddings``, where
+    they change. With dynamic NTK it is one token less than the context: transformers resets the angles that a
+    longer row changed only for rows shorter than the context.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
@@ -86,8 +88,8 @@ def context_length(config: Any, otherwise: int) -> int | None:
     length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
     if length is not None:
         limits.append(length - any("dynamic" in kind for kind in kinds))
-    elif otherwise < 10**9:
-        limits.append(otherwise)
+    elif tokenizer_length < 10**9:  # transformers sets 1e30 for none
+        limits.append(tokenizer_length)
     return min(limits, default=None)
 
 
@@ -97,9 +99,11 @@ def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
     A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row. Packing saves padding,
     but runs the attention over all queries at once.
     """
-    packed, padded = (1, sum(lengths)), (len(lengths), max(lengths))
-    first, second = (lines * width * (6 * d_model + width) for lines, width in (packed, padded))
-    return first < second
+
+    def cost(lines: int, width: int) -> int:
+        return lines * width * (6 * d_model + width)
+
+    return cost(1, sum(lengths)) < cost(len(lengths), max(lengths))
 
 
 def longest_first(ids: Sequence[Ids]) -> list[int]:
@@ -136,23 +140,24 @@ def batch_sizes(lengths: Sequence[int], max_rows: Sequence[int], pass_cost: floa
         The number of rows of each batch.
     """
     count = len(lengths)
-    best, size = [0.0] * (count + 1), [1] * count
-    shorter = [count] * count  # next shorter row: only a cut there saves padding
+    # The lowest cost of all rows from a row on, and the size of the first batch that achieves it.
+    min_cost, first_size = [0.0] * (count + 1), [1] * count
+    next_shorter = [count] * count  # only a cut before a shorter row saves padding
     for row in range(count - 1, -1, -1):
         if row + 1 < count:
-            shorter[row] = row + 1 if lengths[row + 1] < lengths[row] else shorter[row + 1]
-        end, after = min(count, row + max_rows[row]), shorter[row]
-        best[row] = lengths[row] * (end - row) + pass_cost + best[end]
-        size[row] = end - row
-        while after < end:
-            cost = lengths[row] * (after - row) + pass_cost + best[after]
-            if cost < best[row]:
-                best[row], size[row] = cost, after - row
-            after = shorter[after]
+            next_shorter[row] = row + 1 if lengths[row + 1] < lengths[row] else next_shorter[row + 1]
+        max_end, end = min(count, row + max_rows[row]), next_shorter[row]
+        min_cost[row] = lengths[row] * (max_end - row) + pass_cost + min_cost[max_end]
+        first_size[row] = max_end - row
+        while end < max_end:
+            cost = lengths[row] * (end - row) + pass_cost + min_cost[end]
+            if cost < min_cost[row]:
+                min_cost[row], first_size[row] = cost, end - row
+            end = next_shorter[end]
     sizes, row = [], 0
     while row < count:
-        sizes.append(size[row])
-        row += size[row]
+        sizes.append(first_size[row])
+        row += first_size[row]
     return sizes
 
 

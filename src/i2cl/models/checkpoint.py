@@ -77,12 +77,12 @@ def checkpoint_folder(model: PreTrainedModel) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def stored_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint into CPU memory.
 
     Args:
         folder: folder of the checkpoint. Pickles are used only if the safetensors have none of the tensors.
-        wanted: selects tensors by name.
+        is_wanted: returns whether to read the tensor with a name.
 
     Raises:
         I2CLError: as `read_tensors`.
@@ -90,19 +90,19 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Ten
     for paths in (_weight_files(folder), sorted(folder.glob("pytorch_model*.bin"))):
         tensors: dict[str, Tensor] = {}
         for path in paths:
-            tensors |= _read_file(path, wanted)
+            tensors |= _read_file(path, is_wanted)
         if tensors:
             return tensors
     return {}
 
 
-def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def read_tensors(name: str, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Read some tensors of one file into CPU memory.
 
     Args:
         name: path of a safetensors file or a pickle, or owner/repository/file on the hub. Pickles are loaded
             without running code.
-        wanted: selects tensors by name.
+        is_wanted: returns whether to read the tensor with a name.
 
     Raises:
         I2CLError: if the file does not exist, is damaged, or has more than weights in it.
@@ -112,15 +112,15 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         exists = path.is_file()
     except OSError as error:
         raise I2CLError(f"{name[:120]!r} cannot be a file ({error.strerror}): correct it") from None
-    return _read_file(path if exists else download_file(name), wanted)
+    return _read_file(path if exists else download_file(name), is_wanted)
 
 
-def _read_file(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def _read_file(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with _report_damage(path), safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys() if is_wanted(name)}  # noqa: SIM118
     values = _load_pickle(path).items()
-    return {name: value for name, value in values if wanted(name) and isinstance(value, Tensor)}
+    return {name: value for name, value in values if is_wanted(name) and isinstance(value, Tensor)}
 
 
 def _load_pickle(path: Path) -> dict[str, Any]:
@@ -153,7 +153,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _state_dict_name(name: str, prefix: str, head: str) -> str:
-    """Convert a name in an older file, without the base model's prefix, to that in the model's state dict."""
+    """Convert a name in a checkpoint's file to the one in the model's state dict.
+
+    Older files omit the base model's prefix, and some name the LM head ``head``.
+    """
     for stored in (head, "lm_head"):
         if name.startswith(f"{stored}."):
             return f"lm_head{name.removeprefix(stored)}"

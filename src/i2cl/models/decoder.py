@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
 from i2cl.models import batching
 from i2cl.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import Batch, Ids, longest_first, make_batch
-from i2cl.models.edits import AnyHookPoint, Edit, HookPoint, Keep, Replay, edit_inputs, editing
+from i2cl.models.edits import AnyHookPoint, CaptureToken, Edit, HookPoint, Replay, edit_inputs, editing
 from i2cl.models.encoding import PromptEncoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
@@ -274,31 +274,33 @@ class Decoder:
             arguments = prefix.arguments(batch.input_ids)
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
-        if batch.visible is not None:  # added to the attention's logits, as transformers takes it
-            hidden = torch.zeros(batch.visible.shape, dtype=self.model.dtype, device=batch.visible.device)
-            hidden.masked_fill_(~batch.visible, torch.finfo(hidden.dtype).min)
-            arguments["attention_mask"] = hidden[:, None]
+        if batch.visible is not None:  # as a mask that transformers adds to the attention's logits
+            mask = torch.zeros(batch.visible.shape, dtype=self.model.dtype, device=batch.visible.device)
+            mask.masked_fill_(~batch.visible, torch.finfo(mask.dtype).min)
+            arguments["attention_mask"] = mask[:, None]
         select = partial(batching.gather, positions, batch.packed)
-        at_head = edit_inputs([(self.model.get_output_embeddings(), select)])
+        head_hook = edit_inputs([(self.model.get_output_embeddings(), select)])
         replaying = nullcontext() if replay is None else replay.during(batch)
         attention = self._attention(batch.input_ids.shape[1])
-        changed = editing(edit, self.blocks, self.hook_points, batch)
-        with lock_of(self.model), at_head, replaying, attention, changed:
+        edit_hooks = editing(edit, self.blocks, self.hook_points, batch)
+        with lock_of(self.model), head_hook, replaying, attention, edit_hooks:
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if not torch.is_grad_enabled():
-            # A logit of +inf makes every other token impossible, so that the first label would win a tie of
-            # -inf. It becomes NaN, which is refused; finite logits do not change.
+            # With a logit of +inf, every other token would get -inf, and the first label would win the tie.
+            # So such rows become NaN, which raises an error later; finite logits do not change.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
         return logits
 
     def _attention(self, width: int) -> AbstractContextManager[None]:
-        """Return the context that chooses the attention kernel of a pass.
+        """Return the context manager that chooses the attention kernel for rows of ``width`` tokens.
 
         On a CPU the backward pass of PyTorch's fused attention is slow in half precision: plain attention
         saves a third of a whole backward pass over texts of 40 tokens (docs/performance.md).
         """
-        slow = self.device.type == "cpu" and self.model.dtype.itemsize == 2 and torch.is_grad_enabled()
-        return _plain_attention() if slow and width <= MAX_PLAIN_ATTENTION else nullcontext()
+        is_fused_slow = (
+            self.device.type == "cpu" and self.model.dtype.itemsize == 2 and torch.is_grad_enabled()
+        )
+        return _plain_attention() if is_fused_slow and width <= MAX_PLAIN_ATTENTION else nullcontext()
 
     def _require_window(self, prefix: Prefix, width: int) -> None:
         """Raise I2CLError if a pruned prefix and ``width`` more tokens exceed a sliding window."""
@@ -324,11 +326,12 @@ class Decoder:
             edit: edit of the activations; outputs are captured after it.
         """
         self.pause()
-        keep = Keep(hook_point, batch.last if at is None else at)
-        edited, captured = (editing(part, self.blocks, self.hook_points, batch) for part in (edit, keep))
-        with self.frozen(), torch.no_grad(), edited, captured:
+        capture = CaptureToken(hook_point, batch.last if at is None else at)
+        edit_hooks = editing(edit, self.blocks, self.hook_points, batch)
+        capture_hooks = editing(capture, self.blocks, self.hook_points, batch)
+        with self.frozen(), torch.no_grad(), edit_hooks, capture_hooks:
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
-        states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
+        states = torch.stack([output.float().cpu() for output in capture.outputs], dim=1)
         return states.view(len(states), self.layers, -1, self.d_model)
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
@@ -337,7 +340,7 @@ class Decoder:
         Args:
             ids: token ids.
             edit: edit of the activations. Gradients flow to its parameters if the caller enables them.
-            whole: keep the keys and values of all tokens also in layers with a sliding window.
+            whole: keep the keys and values of all tokens, even in layers with a sliding window.
         """
         batch = make_batch([ids], self.device)
         with self.frozen(), editing(edit, self.blocks, self.hook_points, batch):
@@ -399,18 +402,18 @@ class Decoder:
             budget = self.training_budget if training else self.token_budget
             if sizes is None:
                 lengths = [len(ids[row]) for row in order[start:]]
-                extra = row_bytes if training else None
-                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
+                training_row_bytes = row_bytes if training else None
+                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), training_row_bytes))
             rows = order[start : start + next(sizes)]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
-            exceeded = False
+            is_too_large = False
             try:
                 result = run(batch)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                exceeded = True
-            if exceeded:  # outside the except block, so that the traceback no longer holds the tensors
+                is_too_large = True
+            if is_too_large:  # outside the except block, so that the traceback no longer holds the tensors
                 limit.shrink(self._recover(len(rows), len(ids[rows[0]]), reserve))
                 sizes = None
                 continue
@@ -425,10 +428,10 @@ class Decoder:
 
         ``row_bytes``: see `run_batches`; None for batches without gradients.
         """
-        room = max(budget, CPU_KEY_BUDGET if self.device.type == "cpu" else GPU_KEY_BUDGET)
+        key_budget = max(budget, CPU_KEY_BUDGET if self.device.type == "cpu" else GPU_KEY_BUDGET)
         max_rows = []
         for length in lengths:
-            rows = min(budget // length, room // (length + reserve))
+            rows = min(budget // length, key_budget // (length + reserve))
             if row_bytes is not None:
                 rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
             max_rows.append(max(1, rows))

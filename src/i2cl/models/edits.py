@@ -22,8 +22,8 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 @contextmanager
-def held(handles: Iterable[Any]) -> Iterator[None]:
-    """Keep hooks registered while the block runs."""
+def registered(handles: Iterable[Any]) -> Iterator[None]:
+    """Keep hooks registered while the block runs, then remove them by their handles."""
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
@@ -33,16 +33,18 @@ def held(handles: Iterable[Any]) -> Iterator[None]:
 def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace each module's output by ``change(output)`` while the block runs.
 
-    Of a tuple (attention), the first element is replaced. ``change`` must return a new tensor: editing in
-    place would break autograd and the residual stream.
+    If the output is a tuple, as of attention modules, its first element is replaced. ``change`` must return a
+    new tensor: editing in place would break autograd and the residual stream.
     """
-    return held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
+    return registered(
+        module.register_forward_hook(partial(_replace_output, change)) for module, change in changes
+    )
 
 
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
-    return held(
-        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
+    return registered(
+        module.register_forward_pre_hook(partial(_replace_input, change), with_kwargs=True)
         for module, change in changes
     )
 
@@ -50,24 +52,25 @@ def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextMan
 def add_to_outputs(
     changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
 ) -> AbstractContextManager[None]:
-    """Add ``change(argument)`` of the first argument to each module's output while the block runs."""
-    return held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
+    """Add ``change(argument)``, given the module's first argument, to each module's output in the block."""
+    return registered(
+        module.register_forward_hook(partial(_add_to_output, change)) for module, change in changes
+    )
 
 
 class Replay:
     """Caches the output of a decoder's lower blocks, batch by batch, so that later passes can skip them.
 
-    Beyond the paper: the last step of a fit takes many passes of a model's upper end over the same
-    demonstrations. The owner must keep the lower blocks unchanged between passes, and must not fill
-    key-value caches.
+    Beyond the paper: the last step of a fit runs the top of a model many times over the same demonstrations.
+    Between passes the lower blocks must not change, and passes must not fill key-value caches.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        #: lower blocks; empty if a ``forward`` is replaced already, for example by Accelerate
+        #: the lower blocks; empty, so nothing is skipped, if Accelerate or others replaced a ``forward``
         self.blocks = [] if any("forward" in block.__dict__ for block in blocks) else list(blocks)
         #: residual stream after the last of them, for each batch
-        self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
-        self._tuples: dict[int, int] = {}
+        self.streams: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
+        self._tuple_lengths: dict[int, int] = {}  # by block: length of the output, 0 if it is not a tuple
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
@@ -75,43 +78,44 @@ class Replay:
         shape = tuple(batch.input_ids.shape)
         key = (batch.rows, shape, tuple(batch.input_ids.flatten().tolist()))
         with ExitStack() as stack:
-            for place, block in enumerate(self.blocks):
-                if key in self.kept:
-                    given = self.kept[key] if place == len(self.blocks) - 1 else None
-                    block.__dict__["forward"] = partial(self._skipped, place, given)
+            for index, block in enumerate(self.blocks):
+                if key in self.streams:
+                    cached = self.streams[key] if index == len(self.blocks) - 1 else None
+                    block.__dict__["forward"] = partial(self._skip_block, index, cached)
                     stack.callback(block.__dict__.pop, "forward")
                 else:
-                    handle = block.register_forward_hook(partial(self._keep, place, key))
+                    handle = block.register_forward_hook(partial(self._record, index, key))
                     stack.callback(handle.remove)
             yield
 
-    def _skipped(self, place: int, given: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """Return the incoming or the cached residual stream, in the form of the block's output."""
-        stream = given if given is not None else args[0] if args else kwargs["hidden_states"]
-        length = self._tuples[place]
+    def _skip_block(self, index: int, cached: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """Replacement for a block's ``forward``: return the cached stream, or the input if there is none."""
+        stream = cached if cached is not None else args[0] if args else kwargs["hidden_states"]
+        length = self._tuple_lengths[index]
         return (stream, *[None] * (length - 1)) if length else stream
 
-    def _keep(self, place: int, key: tuple[Any, ...], _module: nn.Module, _args: Any, output: Any) -> None:
-        self._tuples[place] = len(output) if isinstance(output, tuple) else 0
-        if place == len(self.blocks) - 1:
+    def _record(self, index: int, key: tuple[Any, ...], _module: nn.Module, _args: Any, output: Any) -> None:
+        """Forward hook that remembers the form of a block's output, and the stream after the last block."""
+        self._tuple_lengths[index] = len(output) if isinstance(output, tuple) else 0
+        if index == len(self.blocks) - 1:
             stream: Tensor = output[0] if isinstance(output, tuple) else output
-            self.kept[key] = stream.detach().clone()  # some blocks add in place
+            self.streams[key] = stream.detach().clone()  # some blocks add in place
 
 
-def _plus(
+def _add_to_output(
     change: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple[Any, ...], output: Tensor
 ) -> Tensor:
     return output + change(args[0])
 
 
-def _with_output(change: Hook, _module: nn.Module, _args: Any, output: Any) -> Any:
+def _replace_output(change: Hook, _module: nn.Module, _args: Any, output: Any) -> Any:
     if not isinstance(output, tuple):
         return change(output)
     changed = change(output[0])
     return None if changed is None else (changed, *output[1:])
 
 
-def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _replace_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     changed = change(args[0] if args else keywords["hidden_states"])
     if changed is None:
         return None
@@ -123,7 +127,8 @@ States = Float[Tensor, "lines tokens d"]
 # Modules that an edit hooks: the two sublayers of a layer, or the block.
 HookPoint = Literal["sublayers", "hidden"]
 AnyHookPoint = HookPoint | Literal["embeddings"]
-Places = Callable[[AnyHookPoint], list[tuple[int, int, nn.Module]]]  # layer, index and module of each kind
+# Returns (layer, index, module) of every module of a kind: `Decoder.hook_points`.
+FindModules = Callable[[AnyHookPoint], list[tuple[int, int, nn.Module]]]
 
 
 class Edit:
@@ -133,7 +138,7 @@ class Edit:
     #: embeddings (layer 0, index 0)
     hook_point: AnyHookPoint = "sublayers"
     sees_input: bool = False  #: whether `enter` is called
-    #: whether it acts on every token in the same way, so that a row may run in parts or forked
+    #: whether it acts on every token in the same way, so that rows may be split or forked
     everywhere: bool = False
 
     def enter(self, layer: int, residual: States) -> None:
@@ -150,11 +155,10 @@ class AffineEdit(Edit):
     The scale stays in float32 on models in lower precision, where a scale of 1.003 would round to 1.
 
     Args:
-        shift: added to the output of each sublayer; with ``tasks`` one for each task. Gradients flow to it
-            and to ``scale`` if enabled.
+        shift: added to the output of each sublayer. Gradients flow to it and to ``scale`` if enabled.
         scale: factor of the output of each sublayer.
         hook_point: whose outputs change; with ``"hidden"`` the sublayers axis has length 1.
-        tasks: index of each query's task; None if all queries share one.
+        tasks: index into ``shift`` and ``scale`` for each query; None if all queries share them.
     """
 
     hook_point: HookPoint
@@ -175,8 +179,8 @@ class AffineEdit(Edit):
         self._shifts = [layer.unbind(-2) for layer in shift.unbind(-3)]
         self._scales = [layer.unbind(-1) for layer in scale.unbind(-2)]
         self._constants: dict[tuple[int, int, torch.device, torch.dtype], tuple[Tensor, float]] = {}
-        self._batch: Batch | None = None  # the batch of `_owners`
-        self._owners = torch.empty(0, dtype=torch.long)
+        self._batch: Batch | None = None  # the batch of `_batch_tasks`
+        self._batch_tasks = torch.empty(0, dtype=torch.long)
 
     @classmethod
     def linear(
@@ -196,11 +200,12 @@ class AffineEdit(Edit):
             return torch.add(constant, output, alpha=factor).to(output.dtype)  # the only cost of an injection
         shift, scale = self._shifts[layer][index], self._scales[layer][index]
         if self.tasks is not None and batch is not None:
-            owners, across = self._owners_of(self.tasks, batch), 0 if batch.packed else 1
-            shift = shift.index_select(0, owners).unsqueeze(across)
-            scale = scale.index_select(0, owners)[:, None].unsqueeze(across)
-        mixed: Tensor = torch.addcmul(shift.to(output.device), scale.to(output.device), output)
-        return mixed.to(output.dtype)
+            # one shift per token of the single line of a packed batch; otherwise one per line
+            tasks, new_axis = self._tasks_of(self.tasks, batch), 0 if batch.packed else 1
+            shift = shift.index_select(0, tasks).unsqueeze(new_axis)
+            scale = scale.index_select(0, tasks)[:, None].unsqueeze(new_axis)
+        edited: Tensor = torch.addcmul(shift.to(output.device), scale.to(output.device), output)
+        return edited.to(output.dtype)
 
     def _constant(self, layer: int, index: int, output: Tensor) -> tuple[Float[Tensor, " d"], float]:
         """Return shift and scale on the output's device, cached unless the shift is trained."""
@@ -213,53 +218,68 @@ class AffineEdit(Edit):
             self._constants[key] = constant
         return constant
 
-    def _owners_of(self, tasks: Int[Tensor, " queries"], batch: Batch) -> Int[Tensor, " owners"]:
-        """Return the task of each row, or of each token of a packed batch."""
+    def _tasks_of(self, tasks: Int[Tensor, " queries"], batch: Batch) -> Int[Tensor, " lines_or_tokens"]:
+        """Return the task of each line, or of each token of a packed batch; computed once per batch."""
         if self._batch is not batch:
-            owners = tasks[list(batch.rows)]
+            batch_tasks = tasks[list(batch.rows)]
             if batch.packed:
                 end = batch.first.new_tensor([batch.input_ids.shape[1]])
-                owners = owners.repeat_interleave(torch.diff(batch.first, append=end))
-            self._batch, self._owners = batch, owners
-        return self._owners
+                batch_tasks = batch_tasks.repeat_interleave(torch.diff(batch.first, append=end))
+            self._batch, self._batch_tasks = batch, batch_tasks
+        return self._batch_tasks
 
 
 @cache
 def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether ``torch.add`` uses alpha unrounded; CPU kernels round it to lower precisions."""
-    one = torch.ones(1, device=device, dtype=dtype)
-    return bool(torch.add(-one, one, alpha=1.0001) != 0)
+    ones = torch.ones(1, device=device, dtype=dtype)
+    return bool(torch.add(-ones, ones, alpha=1.0001) != 0)
 
 
-class Keep(Edit):
-    """Copies the output at one token of each row; ``kept`` has one (batch x d) tensor per sublayer."""
+class CaptureToken(Edit):
+    """Copies the output at one token of each row; ``outputs`` has one (batch x d) tensor per hook point."""
 
     def __init__(self, hook_point: HookPoint, at: Int[Tensor, " batch"]) -> None:
         self.hook_point = hook_point
         self.at = at
-        self.kept: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def output(self, _layer: int, _index: int, output: States, _batch: Batch) -> None:
         """Copy the output."""
         row = torch.arange(len(output), device=output.device)
-        self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place
+        self.outputs.append(
+            output[row, self.at.to(output.device)]
+        )  # a copy, also where the block adds in place
 
 
 @contextmanager
-def editing(edit: Edit | None, blocks: Sequence[nn.Module], places: Places, batch: Batch) -> Iterator[None]:
-    """Apply an edit to a model while the block runs."""
+def editing(
+    edit: Edit | None, blocks: Sequence[nn.Module], find_modules: FindModules, batch: Batch
+) -> Iterator[None]:
+    """Apply an edit to a model while the block runs.
+
+    Args:
+        edit: the edit; None changes nothing.
+        blocks: the decoder blocks.
+        find_modules: finds the modules of the edit's hook point.
+        batch: the batch that will run.
+    """
     if edit is None:
         yield
         return
-    looks = [(block, partial(edit.enter, layer)) for layer, block in enumerate(blocks) if edit.sees_input]
-    changes = [
-        (module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.hook_point)
+    input_hooks = [
+        (block, partial(edit.enter, layer)) for layer, block in enumerate(blocks) if edit.sees_input
     ]
-    with edit_inputs(looks), edit_outputs(changes):
+    output_hooks = [
+        (module, partial(_edit_output, edit, layer, index, batch))
+        for layer, index, module in find_modules(edit.hook_point)
+    ]
+    with edit_inputs(input_hooks), edit_outputs(output_hooks):
         yield
 
 
-def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:
-    rows, width = batch.input_ids.shape
-    changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
-    return None if changed is None else changed.view(output.shape)
+def _edit_output(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:
+    """Call ``edit.output`` with one line per row of the batch: OPT's ``fc2`` merges lines and tokens."""
+    lines, width = batch.input_ids.shape
+    edited = edit.output(layer, index, output.view(lines, width, -1), batch)
+    return None if edited is None else edited.view(output.shape)

@@ -18,7 +18,8 @@ from i2cl.models.batching import Ids
 _MARK = "\ufdd0"  # a noncharacter, reserved by Unicode for internal use
 _BREAK = f"{_MARK}1"  # inserted into text that spells a special token
 _ESCAPED_MARK = f"{_MARK}2"  # replaces the noncharacter itself
-_BEHIND_TEXT = ("=", "a", "1", "")  # after another character, tokenizers do not add a leading space
+# Prefixes to encode a piece with: after another character, tokenizers do not add a leading space.
+_PREFIXES_AFTER_TEXT = ("=", "a", "1", "")
 
 
 class TooLongError(I2CLError):
@@ -76,15 +77,16 @@ class PromptEncoder:
 
         The ends of the text are escaped too where a special token could span the text and the template.
         """
-        starts, ends, inside = self._special_affixes
-        sizes = range(1, min(len(text), max(map(len, starts), default=0)) + 1)
-        first = any(text[:size] in ends for size in sizes) or text in inside
-        last = any(text[-size:] in starts for size in sizes) or text in inside
-        if not (first or last or _MARK in text or self._special.search(text)):
+        prefixes, suffixes, inner_parts = self._special_affixes
+        lengths = range(1, min(len(text), max(map(len, prefixes), default=0)) + 1)
+        is_inner = text in inner_parts
+        escape_start = is_inner or any(text[:length] in suffixes for length in lengths)
+        escape_end = is_inner or any(text[-length:] in prefixes for length in lengths)
+        if not (escape_start or escape_end or _MARK in text or self._special.search(text)):
             return text
         unmarked = text.replace(_MARK, _ESCAPED_MARK)
         broken = self._special.sub(lambda match: match[0][0] + _BREAK + match[0][1:], unmarked)
-        return _BREAK * first + broken + _BREAK * last
+        return _BREAK * escape_start + broken + _BREAK * escape_end
 
     def find_special_token(self, text: str) -> str | None:
         """Return the first special token that a text spells, or None."""
@@ -96,7 +98,7 @@ class PromptEncoder:
         if _MARK in prompt:
             return self._encode_escaped(prompt)[1]
         options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-        return [(left, right) for left, right in self.tokenizer(prompt, **options)["offset_mapping"]]
+        return [(start, end) for start, end in self.tokenizer(prompt, **options)["offset_mapping"]]
 
     def _encode_escaped(self, prompt: str) -> tuple[Ids, list[tuple[int, int]]]:
         """Encode a prompt that contains escapes; return its tokens and their spans."""
@@ -115,37 +117,41 @@ class PromptEncoder:
                     text = text.rstrip()
                 if not text:
                     continue
-                tokens, part_spans = self._encode_text(text, ("",) if index == 0 else self._behind_special)
+                prefixes = ("",) if index == 0 else self._prefixes_after_special
+                tokens, part_spans = self._encode_text(text, prefixes)
             ids += tokens
-            spans += [(start + shift + left, start + shift + right) for left, right in part_spans]
+            spans += [(start + shift + first, start + shift + end) for first, end in part_spans]
         return tuple(ids), spans
 
-    def _encode_text(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        tokens, spans = self._encode_piece(part, behind)
+    def _encode_text(self, part: str, prefixes: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode text between special tokens; return its tokens, none of them special, and their spans."""
+        tokens, spans = self._encode_piece(part, prefixes)
         if self.special_ids.isdisjoint(tokens):
             return tokens, spans
-        # Some vocabularies contain special tokens as ordinary pieces too: encode the parts separately.
+        # Some vocabularies contain special tokens as ordinary pieces too: encode the text around each break.
         tokens, spans, start = [], [], 0
         for piece in part.split(_BREAK):
-            more, piece_spans = self._encode_piece(piece, _BEHIND_TEXT if start else behind)
-            tokens += more
-            spans += [(start + left, start + right) for left, right in piece_spans]
+            piece_prefixes = _PREFIXES_AFTER_TEXT if start else prefixes
+            piece_tokens, piece_spans = self._encode_piece(piece, piece_prefixes)
+            tokens += piece_tokens
+            spans += [(start + first, start + end) for first, end in piece_spans]
             start += len(piece) + len(_BREAK)
         return tokens, spans
 
-    def _encode_piece(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a piece after the first of some prefixes that stays separate from the piece's tokens."""
+    def _encode_piece(self, part: str, prefixes: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a piece after the first of the prefixes that the tokenizer does not merge with it."""
         text, positions = _unescape(part)
         positions.append(len(part))
-        for before in behind:
-            front, whole = self._encode_split(before), self._encode_split(before + text)
-            size = len(front["input_ids"])
-            if whole["input_ids"][:size] == front["input_ids"]:
+        for prefix in prefixes:
+            prefix_ids = self._encode_split(prefix)["input_ids"]
+            encoded = self._encode_split(prefix + text)
+            size = len(prefix_ids)
+            if encoded["input_ids"][:size] == prefix_ids:
                 break
-        tokens, shift = list(whole["input_ids"][size:]), len(before)
-        offsets = whole.get("offset_mapping", [(shift, shift)] * (size + len(tokens)))[size:]
-        spans = [[positions[max(0, end - shift)] for end in span] for span in offsets]
-        return tokens, [(left, right) for left, right in spans]
+        tokens, shift = list(encoded["input_ids"][size:]), len(prefix)
+        offsets = encoded.get("offset_mapping", [(shift, shift)] * (size + len(tokens)))[size:]
+        spans = [[positions[max(0, offset - shift)] for offset in span] for span in offsets]
+        return tokens, [(start, end) for start, end in spans]
 
     def _encode_split(self, text: str) -> Any:
         """Encode a text without special tokens, with the spans of its tokens if the tokenizer is fast."""
@@ -169,18 +175,18 @@ class PromptEncoder:
     def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], str]:
         """Proper prefixes and suffixes of special tokens, and the inner parts of all, one per line."""
         words = self._special_words
-        starts = frozenset(word[:cut] for word in words for cut in range(1, len(word)))
-        ends = frozenset(word[cut:] for word in words for cut in range(1, len(word)))
-        return starts, ends, "\n".join(word[1:-1] for word in words)
+        prefixes = frozenset(word[:cut] for word in words for cut in range(1, len(word)))
+        suffixes = frozenset(word[cut:] for word in words for cut in range(1, len(word)))
+        return prefixes, suffixes, "\n".join(word[1:-1] for word in words)
 
     @cached_property
-    def _behind_special(self) -> Sequence[str]:
-        """Prefixes to encode text after a special token with: legacy SentencePiece adds a leading space."""
+    def _prefixes_after_special(self) -> Sequence[str]:
+        """Prefixes to encode text with after a special token, where legacy SentencePiece adds a space."""
         decoder = self.tokenizer.added_tokens_decoder.values()
         word = next((str(token) for token in decoder if token.special and not token.rstrip), "")
         options: Any = {"add_special_tokens": False, "verbose": False}
         after = self.tokenizer(f"{word}a", **options)["input_ids"][1 if word else 0 :]
-        return ("",) if after == list(self.plain_ids("a")) else _BEHIND_TEXT
+        return ("",) if after == list(self.plain_ids("a")) else _PREFIXES_AFTER_TEXT
 
     @cached_property
     def _strips_left(self) -> frozenset[str]:
@@ -227,31 +233,34 @@ class PromptEncoder:
         ids = self([make_prompt(self.escape(text)) for make_prompt, text in zip(builds, texts, strict=True)])
         if limit is None:
             return ids
-        long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
-        if long and not cut:
-            problem = f"text {long[0] + 1} takes {len(ids[long[0]])} tokens with its prompt"
+        too_long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+        if too_long and not cut:
+            first = too_long[0]
+            problem = f"text {first + 1} takes {len(ids[first])} tokens with its prompt"
             raise TooLongError(f"{problem}, and {limit} fit into the context", "shorten it")
-        for row in long:
+        for row in too_long:
             ids[row] = self._encode_truncated(builds[row], texts[row], limit)
-        if long:
-            message = f"{len(long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(TruncationWarning(message, len(long)), stacklevel=2)
+        if too_long:
+            message = f"{len(too_long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+            warnings.warn(TruncationWarning(message, len(too_long)), stacklevel=2)
         return ids
 
     def _encode_truncated(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
+        """Encode the prompt of the longest start of a text that fits into ``limit`` tokens."""
+
         def encode(characters: int) -> Ids:
             return self([build(self.escape(text[:characters]))])[0]
 
-        best = encode(0)
-        if len(best) > limit:
+        template_ids = encode(0)
+        if len(template_ids) > limit:
             raise I2CLError(
-                f"the prompt without its text needs {len(best)} tokens, but only {limit} fit into the "
-                "context: use fewer or shorter demonstrations, or a model with a longer context"
+                f"the prompt without its text needs {len(template_ids)} tokens, but only {limit} fit into "
+                "the context: use fewer or shorter demonstrations, or a model with a longer context"
             )
-        fits, over = 0, 4 * limit
-        while over < len(text) and len(encode(over)) <= limit:
-            fits, over = over, 2 * over
-        sizes = range(min(over, len(text)) - 1, fits - 1, -1)  # the last one fits
+        lower, upper = 0, 4 * limit  # characters: the longest start that fits is between them
+        while upper < len(text) and len(encode(upper)) <= limit:
+            lower, upper = upper, 2 * upper
+        sizes = range(min(upper, len(text)) - 1, lower - 1, -1)  # descending; the last one fits
         longest = bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: len(encode(size)) <= limit)
         return encode(sizes[longest])
 

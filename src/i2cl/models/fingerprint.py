@@ -69,7 +69,11 @@ class ModelIdentity:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         shared = sorted(self.config.keys() & other.config.keys() - {"model_type"})
         pairs |= {f"config.{name}": (self.config[name], other.config[name]) for name in shared}
-        differences = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
+        differences = [
+            f"{name} {value!r} and not {other_value!r}"
+            for name, (value, other_value) in pairs.items()
+            if value != other_value
+        ]
         unlisted = len(differences) - MAX_LISTED_DIFFERENCES
         more = [f"{unlisted} more"] if unlisted > 0 else []
         return ", ".join(differences[:MAX_LISTED_DIFFERENCES] + more) or None
@@ -101,12 +105,11 @@ def inference_config(config: PreTrainedConfig) -> dict[str, Any]:
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash names, shapes and values of all parameters and persistent buffers, to 16 hex digits.
 
-    The fingerprint is that of the checkpoint, regardless of how it was loaded. Values are rounded to
-    bfloat16, so that float32 and bfloat16 give the same one; integers are exact. The bfloat16 values of
-    float16 and quantized weights cannot be recovered from memory. They are read from the checkpoint if it is
-    on this machine and agrees with the weights in memory: exactly for float16, and to
-    `MAX_QUANTIZATION_ERROR` for quantized ones. Otherwise, for example for a model constructed in memory,
-    the values in memory are used.
+    A checkpoint has the same fingerprint in every precision that it can be loaded in. Values are rounded to
+    bfloat16, so that float32 and bfloat16 give the same one; integers are exact. From float16 and quantized
+    weights, the bfloat16 values cannot be recovered. They are read from the checkpoint if it is on this
+    machine and agrees with the weights in memory: exactly for float16, and to `MAX_QUANTIZATION_ERROR` for
+    quantized ones. Otherwise, for example for a model constructed in memory, the values in memory are used.
 
     Tensors are read or dequantized one by one, at about one gigabyte per second.
 

@@ -18,7 +18,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.encoding import PromptEncoder
 from i2cl.tasks import Template
 
-# Log-probability, in nats, that replaces -inf in word-level scoring; far below any other.
+# Word-level scoring clips log-probabilities (nats) here: -inf times a weight of 0 would be NaN.
 MIN_TOKEN_SCORE = -65504.0
 
 # How labels are scored: by the first token, the full token sequence, or the words without their order.
@@ -26,8 +26,7 @@ MIN_TOKEN_SCORE = -65504.0
 # sequences.
 Scoring = Literal["auto", "first_token", "sequence", "words"]
 
-
-# What the labels of a multi-label task are compared with, in order of preference.
+# Words that the labels of a multi-label task are compared with, in order of preference.
 REFERENCE_WORDS = ("none", "other", "nothing", "something", "-", ".")
 
 
@@ -48,10 +47,11 @@ class LabelTokens:
         full_sequences: whether full sequences are scored.
         query_suffix: text between the template's query and the label, such as a newline; it becomes part of
             the query.
-        words: for word-level scoring, the tokens of each label that count, each once; otherwise empty.
+        words: for word-level scoring, the distinct tokens of each label that enter its score; otherwise
+            empty.
         keywords: for word-level scoring, a different token for each label (`choose_keywords`); otherwise
             empty.
-        fitted_weights: replace the default `word_weights`. Every token may count for every label.
+        fitted_weights: replace the default `word_weights`. Every token may have a weight for every label.
         reference: in a multi-label task, the token that every label is compared with: label scores are
             log-odds of the label's words against it. None otherwise.
     """
@@ -85,11 +85,11 @@ class LabelTokens:
         if self.fitted_weights is not None:
             return self.fitted_weights
         row_of = {token: row for row, token in enumerate(self.tokens)}
-        labels = Counter(token for ids in self.words for token in ids)
+        label_counts = Counter(token for ids in self.words for token in ids)
         weights = torch.zeros(len(row_of), len(self.words))
         for label, ids in enumerate(self.words):
             for token in ids:
-                weights[row_of[token], label] = math.log1p(len(self.words) / labels[token])
+                weights[row_of[token], label] = math.log1p(len(self.words) / label_counts[token])
         weights = weights / weights.sum(0)
         if self.reference is not None:
             weights[-1] = -1.0
@@ -112,7 +112,6 @@ class LabelTokens:
         """Compute label scores from the values of the `tokens`."""
         if not self.words:
             return tokens
-        # A token of another label may have probability 0, and 0 * -inf is NaN.
         return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.word_weights.to(tokens)
 
     def at_representatives(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
@@ -124,7 +123,7 @@ class LabelTokens:
         return replaced
 
     def target(self, label: int) -> Ids:
-        """Return the target of calibration over the vocabulary: the representative, or the full sequence."""
+        """Return the tokens that training over the whole vocabulary predicts: one, or the full sequence."""
         return self.sequences[label] if self.full_sequences else (self.representatives[label],)
 
     @property
@@ -151,8 +150,8 @@ def find_label_tokens(
     such as "card lost" and "lost card", are scored by one token each (`choose_keywords`), whose meaning a fit
     learns.
 
-    With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
-    that has one which is in no label.
+    With ``multi_label``, labels are scored by their words against a reference: the first token of
+    `REFERENCE_WORDS` that is in no label.
 
     Raises:
         I2CLError: if the tokenizer merges the prompt's last token with a label, two labels have the same
@@ -175,7 +174,7 @@ def find_label_tokens(
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
         tokens = replace(_word_tokens(encoder, labels, sequences), query_suffix=suffix)
-        return replace(tokens, reference=_reference(encoder, template, tokens)) if multi_label else tokens
+        return _with_reference(encoder, template, tokens) if multi_label else tokens
     shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
         raise SharedFirstTokenError(
@@ -185,8 +184,8 @@ def find_label_tokens(
         message = "labels share their first token: full label sequences are scored, which is slower"
         warnings.warn(message, ScoringWarning, stacklevel=2)
     if prefix_pair := _find_prefix(sequences):
-        ended = _continuations(encoder, template, labels, suffix, template.separator)
-        sequences = _with_end_token(sequences, ended, encoder, [labels[index] for index in prefix_pair])
+        separated = _continuations(encoder, template, labels, suffix, template.separator)
+        sequences = _with_end_token(sequences, separated, encoder, [labels[index] for index in prefix_pair])
     return LabelTokens(sequences, full_sequences=scoring == "sequence" or shared, query_suffix=suffix)
 
 
@@ -198,22 +197,24 @@ def _require_words(scoring: Scoring) -> Scoring:
 
 
 def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> LabelTokens:
-    chosen = choose_keywords(encoder, labels, sequences)
+    """Return the tokens for word-level scoring; labels with equal sets of tokens get their keywords."""
+    keywords = choose_keywords(encoder, labels, sequences)
     words = [tuple(dict.fromkeys(ids)) for ids in sequences]
-    sets = Counter(map(frozenset, words))
-    while len(sets) < len(words):  # again, since the keyword may be another label's word
+    set_counts = Counter(map(frozenset, words))
+    while len(set_counts) < len(words):  # repeated, since a keyword may be the only word of another label
         words = [
-            ids if sets[frozenset(ids)] == 1 else (token,) for ids, token in zip(words, chosen, strict=True)
+            ids if set_counts[frozenset(ids)] == 1 else (keyword,)
+            for ids, keyword in zip(words, keywords, strict=True)
         ]
-        sets = Counter(map(frozenset, words))
-    return LabelTokens(tuple(sequences), full_sequences=False, words=tuple(words), keywords=chosen)
+        set_counts = Counter(map(frozenset, words))
+    return LabelTokens(tuple(sequences), full_sequences=False, words=tuple(words), keywords=keywords)
 
 
-def _reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> int:
-    """Return the token that the labels of a multi-label task are compared with."""
+def _with_reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> LabelTokens:
+    """Add the token that the labels of a multi-label task are compared with."""
     for ids in _continuations(encoder, template, REFERENCE_WORDS, labels.query_suffix):
         if unshared := [token for token in ids if token not in labels.tokens]:
-            return unshared[0]
+            return replace(labels, reference=unshared[0])
     words = ", ".join(REFERENCE_WORDS)
     raise I2CLError(f"the labels share tokens with all of {words}, but one is needed: rename a label")
 
@@ -239,43 +240,43 @@ def choose_keywords(encoder: PromptEncoder, labels: Sequence[str], sequences: Se
     candidates gets one. The others, such as "label22" among a hundred like it, get unused tokens of the
     vocabulary, whose meaning a fit learns. Raises I2CLError if the vocabulary has too few tokens.
     """
-    common = Counter(token for ids in sequences for token in set(ids))
-    choices = []
+    label_counts = Counter(token for ids in sequences for token in set(ids))
+    candidates = []
     for label, ids in zip(labels, sequences, strict=True):
-        rarest = sorted(dict.fromkeys(ids), key=lambda token: common[token])
+        rarest = sorted(dict.fromkeys(ids), key=lambda token: label_counts[token])
         spellings = [
             f" {spell(word)}" for spell in (str.title, str.upper, str.lower) for word in label.split()
         ]
-        spare = [token for word in spellings for token in encoder.plain_ids(word)[:1] if token not in common]
-        choices.append([*rarest, *dict.fromkeys(spare)])
+        first_tokens = [token for word in spellings for token in encoder.plain_ids(word)[:1]]
+        spare = [token for token in first_tokens if token not in label_counts]
+        candidates.append([*rarest, *dict.fromkeys(spare)])
     owner: dict[int, int] = {}
-    unassigned = [label for label in range(len(labels)) if not _assign_token(label, choices, owner)]
-    unused = sorted(
-        set(encoder.tokenizer.get_vocab().values()) - set(common) - set(owner) - encoder.special_ids
-    )
+    unassigned = [label for label in range(len(labels)) if not _assign_token(label, candidates, owner)]
+    vocabulary = set(encoder.tokenizer.get_vocab().values())
+    unused = sorted(vocabulary - set(label_counts) - set(owner) - encoder.special_ids)
     if len(unused) < len(unassigned):
         raise I2CLError(f"the vocabulary has fewer tokens than there are labels ({len(labels)}): use fewer")
-    chosen = {label: token for token, label in owner.items()} | dict(zip(unassigned, unused, strict=False))
-    return tuple(chosen[label] for label in range(len(labels)))
+    keywords = {label: token for token, label in owner.items()} | dict(zip(unassigned, unused, strict=False))
+    return tuple(keywords[label] for label in range(len(labels)))
 
 
-def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int, int]) -> bool:
-    """Give a label one of its tokens, if need be by moving other labels to another one of theirs.
+def _assign_token(label: int, candidates: Sequence[Sequence[int]], owner: dict[int, int]) -> bool:
+    """Assign one of its candidate tokens to a label, if need be by reassigning other labels.
 
-    Depth-first search for an augmenting path (Kuhn 1955) with an explicit stack: a path may be as long as
-    there are labels.
+    Depth-first search for an augmenting path (Kuhn 1955) with an explicit stack, since a path may be as long
+    as the number of labels.
 
     Args:
         label: the label without a token.
-        choices: the tokens that each label may have, best first.
+        candidates: the tokens that each label may have, best first.
         owner: the label that each token is assigned to; updated.
 
     Returns:
         Whether the label has a token now.
     """
     tried: set[int] = set()
-    path: list[tuple[int, Iterator[int]]] = [(label, iter(choices[label]))]
-    tokens: list[int] = []  # that each label of the path would take
+    path: list[tuple[int, Iterator[int]]] = [(label, iter(candidates[label]))]
+    tokens: list[int] = []  # the token that each label of the path would take
     while path:
         token = next((token for token in path[-1][1] if token not in tried), None)
         if token is None:
@@ -287,7 +288,7 @@ def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int,
         if token not in owner:
             owner.update((token, taker) for (taker, _), token in zip(path, tokens, strict=True))
             return True
-        path.append((owner[token], iter(choices[owner[token]])))
+        path.append((owner[token], iter(candidates[owner[token]])))
     return False
 
 
@@ -301,31 +302,41 @@ def _continuations(
     probe = template.query("text") + suffix
     prompt = encoder([probe])[0]
     rest = [template.continuation(label).removeprefix(suffix) for label in labels]
-    whole = encoder([probe + label + end for label in rest])
-    return tuple(ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole)
+    encoded = encoder([probe + label + end for label in rest])
+    return tuple(ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in encoded)
 
 
 def _find_prefix(sequences: Sequence[Ids]) -> tuple[int, int] | None:
     """Return the indices of two labels of which the first is a prefix of the second, or None."""
     order = sorted(range(len(sequences)), key=lambda label: sequences[label])
-    for first, second in pairwise(order):  # in sorted order a prefix directly precedes a label it starts
+    for first, second in pairwise(order):  # in sorted order, a prefix directly precedes a continuation of it
         if sequences[second][: len(sequences[first])] == sequences[first]:
             return first, second
     return None
 
 
 def _with_end_token(
-    sequences: Sequence[Ids], ended: Sequence[Ids], encoder: PromptEncoder, pair: Sequence[str]
+    sequences: Sequence[Ids], separated: Sequence[Ids], encoder: PromptEncoder, pair: Sequence[str]
 ) -> tuple[Ids, ...]:
-    """Append the separator's first token to each label, or EOS if the separator merges with a label."""
-    with_ends = tuple(long[: len(short) + 1] for short, long in zip(sequences, ended, strict=True))
-    apart = all(whole[:-1] == short for short, whole in zip(sequences, with_ends, strict=True))
-    if apart and _find_prefix(with_ends) is None:
+    """Append the separator's first token to each label, or EOS if the separator merges with a label.
+
+    Args:
+        sequences: tokens of each label.
+        separated: tokens of each label followed by the separator.
+        encoder: provides the EOS token.
+        pair: two labels of which the first is a prefix of the second, for the error message.
+
+    Raises:
+        I2CLError: if EOS is needed and the tokenizer has none.
+    """
+    with_ends = tuple(long[: len(ids) + 1] for ids, long in zip(sequences, separated, strict=True))
+    is_separate = all(ended[:-1] == ids for ids, ended in zip(sequences, with_ends, strict=True))
+    if is_separate and _find_prefix(with_ends) is None:
         return with_ends
-    end = encoder.tokenizer.eos_token_id
-    if end is None:
+    eos = encoder.tokenizer.eos_token_id
+    if eos is None:
         raise I2CLError(
             f"label {pair[0]!r} is a prefix of label {pair[1]!r}, and this tokenizer has no EOS token to "
             "tell them apart: use other label words"
         )
-    return tuple((*ids, int(end)) for ids in sequences)
+    return tuple((*ids, int(eos)) for ids in sequences)

@@ -54,7 +54,6 @@ def _foreign_words(texts: Sequence[str]) -> list[str]:
 
 
 def _letters(text: str) -> str:
-    kept = (
-        letter if unicodedata.category(letter)[0] in "LM" else " " for letter in text
-    )  # M: combining marks
-    return " ".join("".join(kept).split())
+    """Replace everything but letters and combining marks by single spaces."""
+    characters = (character if unicodedata.category(character)[0] in "LM" else " " for character in text)
+    return " ".join("".join(characters).split())

@@ -104,14 +104,14 @@ def load_model_and_tokenizer(
     else:
         _check_path(name, source)
     target = _device(device)
-    requested = _requested_dtype(dtype, target)
-    config = quantization_config(quantization, requested)
-    automatic = dtype == "auto" and device_map is None and config is None
+    requested_dtype = _requested_dtype(dtype, target)
+    config = quantization_config(quantization, requested_dtype)
+    is_automatic = dtype == "auto" and device_map is None and config is None
     if config is not None and device_map is None:
         device_map = {"": str(target)}  # weights are quantized on the way to the device
     _check_device_map(device_map)
-    loading = {
-        "dtype": requested,
+    load_options = {
+        "dtype": requested_dtype,
         "device_map": device_map,
         "offload_folder": offload_folder,
         # reported by `_check_complete`, in one line
@@ -119,14 +119,14 @@ def load_model_and_tokenizer(
         "ignore_mismatched_sizes": True,
     }
     if config is not None:  # None would drop the config of a quantized checkpoint
-        loading["quantization_config"] = config
+        load_options["quantization_config"] = config
     if is_gguf(path):
-        loading["dtype"] = _gguf_dtype(requested, automatic, target)
-        model, tokenizer = _load_gguf(path, loading)
+        load_options["dtype"] = _gguf_dtype(requested_dtype, is_automatic, target)
+        model, tokenizer = _load_gguf(path, load_options)
     else:
-        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model, tokenizer = _load_folder_or_hub(name, source, loading, hub)
-    if automatic and quantization_of(model.config) is None:
+        hub_options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        model, tokenizer = _load_folder_or_hub(name, source, load_options, hub_options)
+    if is_automatic and quantization_of(model.config) is None:
         model = model.to(automatic_dtype(model.dtype, target))
     if device_map is None:
         model = model.to(target)
@@ -134,34 +134,37 @@ def load_model_and_tokenizer(
 
 
 def _load_folder_or_hub(
-    name: str, source: str, loading: dict[str, Any], hub: dict[str, Any]
+    name: str, source: str, load_options: dict[str, Any], hub_options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer from ``source``; ``name`` is for messages."""
-    if not Path(source).exists() and not require_reachable(source, hub["revision"], NAMES):
+    if not Path(source).exists() and not require_reachable(source, hub_options["revision"], NAMES):
         # Some of transformers' requests ignore local_files_only and are retried for half a minute each.
-        source, hub = cached_snapshot(source, hub["revision"]), hub | {"revision": None}
+        source = cached_snapshot(source, hub_options["revision"])
+        hub_options = hub_options | {"revision": None}
     tokenizer_name = f"the tokenizer of {name!r}"
     try:
         with _load_errors(tokenizer_name):
-            tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+            tokenizer = AutoTokenizer.from_pretrained(source, **hub_options)
     except I2CLError:
         raise
     except Exception as error:  # tokenizers raises bare exceptions
         hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json"
         raise I2CLError(f"cannot load {tokenizer_name} ({_reason(error)}): {hint}") from error
-    return _load_model(name, source, loading, hub), tokenizer
+    return _load_model(name, source, load_options, hub_options), tokenizer
 
 
-def _load_model(name: str, source: str, loading: dict[str, Any], hub: dict[str, Any]) -> Any:
+def _load_model(name: str, source: str, load_options: dict[str, Any], hub_options: dict[str, Any]) -> Any:
     """Load a model from ``source``; ``name`` is for messages. Raises I2CLError if values are missing."""
     with _load_errors(f"the model {name!r}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **hub)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, use_safetensors=True, **load_options, **hub_options
+        )
     model, info = loaded
     _check_complete(name, info)
     return model
 
 
-def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
+def _load_gguf(path: Path, load_options: dict[str, Any]) -> tuple[Any, Any]:
     """Load the cached conversion of a GGUF file; convert the file first if there is none.
 
     If the conversion cannot be saved, the model is loaded without the cache.
@@ -169,31 +172,31 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
     require_packages("a GGUF file as a model", "gguf", "gguf", "accelerate")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
-    dtype = dtype_name(loading["dtype"])
+    dtype = dtype_name(load_options["dtype"])
     try:
         entry = entry_folder(path, dtype)
     except OSError as error:
         raise I2CLError(f"cannot read {str(path)!r} ({error.strerror}): download or copy it again") from None
     if entry.is_dir():
         try:
-            return _load_entry(path, entry, loading)
+            return _load_entry(path, entry, load_options)
         except I2CLError:
             remove_entry(entry)  # damaged: convert again
-    model, tokenizer = _convert_gguf(path, loading["dtype"])
+    model, tokenizer = _convert_gguf(path, load_options["dtype"])
     size = sum(parameter.nbytes for parameter in model.parameters())
     if add_entry(entry, path, dtype, size, partial(_save_conversion, model, tokenizer)):
         del model
-        return _load_entry(path, entry, loading)
-    if loading["device_map"] is not None:
+        return _load_entry(path, entry, load_options)
+    if load_options["device_map"] is not None:
         hint = f"set {CACHE_VARIABLE} to a folder with space"
         raise I2CLError(f"cannot save the conversion of {str(path)!r}, which a device map needs: {hint}")
     return _set_name(path, model, tokenizer)
 
 
-def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
+def _load_entry(path: Path, entry: Path, load_options: dict[str, Any]) -> tuple[Any, Any]:
     with _load_errors(f"the conversion of {str(path)!r}"):
         tokenizer = _load_converted_tokenizer(entry)
-    return _set_name(path, _load_model(str(entry), str(entry), loading, {}), tokenizer)
+    return _set_name(path, _load_model(str(entry), str(entry), load_options, {}), tokenizer)
 
 
 def _set_name(path: Path, model: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -265,43 +268,44 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     dropped = next(
         (name for name in sizes if name.endswith(".bias") or name.startswith("rope_")), "some tensors"
     )
-    what = f"transformers does not read all of {str(path)!r} ({dropped}), which changes its answers"
-    raise I2CLError(f"{what}: give the model as a folder or a hub id")
+    problem = f"transformers does not read all of {str(path)!r} ({dropped}), which changes its answers"
+    raise I2CLError(f"{problem}: give the model as a folder or a hub id")
 
 
 def _check_gguf_options(revision: Any, quantization: Any) -> None:
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:
-        what = "a GGUF file's weights are dequantized to float32 or --dtype and not quantized again"
-        raise I2CLError(f"{what}: leave out --quantization; --dtype bfloat16 takes half the memory")
+        problem = "a GGUF file's weights are dequantized to float32 or --dtype and not quantized again"
+        raise I2CLError(f"{problem}: leave out --quantization; --dtype bfloat16 takes half the memory")
 
 
 def _check_device_map(device_map: str | dict[str, Any] | None) -> None:
     if device_map is not None:
         require_packages("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
-        for place in {str(place) for place in device_map.values()} - {"disk"}:
-            _device(f"cuda:{place}" if place.isdigit() else place)
+        for device in {str(device) for device in device_map.values()} - {"disk"}:
+            _device(f"cuda:{device}" if device.isdigit() else device)
 
 
 @contextmanager
-def _load_errors(what: str) -> Iterator[None]:
+def _load_errors(source: str) -> Iterator[None]:
+    """Report errors of loading ``source``, such as "the model 'name'", as one line with a hint."""
     try:
         yield
     except SafetensorError as error:
-        raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
+        raise I2CLError(f"{source} has damaged weights ({error}): download or copy them again") from None
     except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
             hint = "if you trust it, pass trust_remote_code (--trust-remote-code)"
-            raise I2CLError(f"{what} runs its own code: {hint}") from None
+            raise I2CLError(f"{source} runs its own code: {hint}") from None
         if "model.safetensors" in str(error):
             raise I2CLError(
-                f"{what} has no safetensors on the hub, and pickles can run code when loaded: give "
+                f"{source} has no safetensors on the hub, and pickles can run code when loaded: give "
                 "--revision refs/pr/1 if the hub has a copy in safetensors there, or download it and give "
                 "its folder"
             ) from None
-        raise I2CLError(f"cannot load {what}: {_reason(error)}") from error
+        raise I2CLError(f"cannot load {source}: {_reason(error)}") from error
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
@@ -311,9 +315,9 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
             f"the checkpoint {name!r} is incomplete, weights are missing ({names}, ...): copy it again"
         )
     if info["mismatched_keys"]:
-        first, shape, expected = sorted(info["mismatched_keys"])[0]
+        tensor, shape, expected = sorted(info["mismatched_keys"])[0]
         raise I2CLError(
-            f"the checkpoint {name!r} has {first} of shape {tuple(shape)}, but its config.json says "
+            f"the checkpoint {name!r} has {tensor} of shape {tuple(shape)}, but its config.json says "
             f"{tuple(expected)}: one of the two files belongs to another model"
         )
 
@@ -383,6 +387,7 @@ def _check_path(name: str, source: str) -> None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
+    """Return a usable device; default: an accelerator if there is one. Raises I2CLError if it is unusable."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -405,13 +410,19 @@ def _requested_dtype(dtype: str | torch.dtype | None, device: torch.device) -> s
     return "auto" if dtype == CHECKPOINT_DTYPE else dtype
 
 
-def _gguf_dtype(requested: str | torch.dtype, automatic: bool, device: torch.device) -> torch.dtype:
-    """Return the dtype to convert a GGUF file to."""
-    if automatic and device.type == "cpu":
+def _gguf_dtype(requested_dtype: str | torch.dtype, is_automatic: bool, device: torch.device) -> torch.dtype:
+    """Return the dtype to convert a GGUF file to.
+
+    Args:
+        requested_dtype: the result of `_requested_dtype`.
+        is_automatic: whether to choose the fastest dtype that keeps the accuracy.
+        device: where the model will run.
+    """
+    if is_automatic and device.type == "cpu":
         return automatic_dtype(torch.float16, device)  # nearly all GGUF files have at most 16 bits a weight
-    if requested == "auto":
+    if requested_dtype == "auto":
         return torch.float32
-    return getattr(torch, requested) if isinstance(requested, str) else requested
+    return getattr(torch, requested_dtype) if isinstance(requested_dtype, str) else requested_dtype
 
 
 def _reason(error: BaseException) -> str:

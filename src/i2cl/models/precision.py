@@ -78,10 +78,10 @@ def quantization_config(quantization: Quantization | None, dtype: str | torch.dt
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
     """Return method and bits of a quantized model, such as ``"bitsandbytes 4bit"``, or None."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization: Any = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    settings = found if isinstance(found, dict) else found.to_dict()
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = settings.get("quant_method", "unknown")
     bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
     return " ".join([str(getattr(method, "value", method)), *bits])
@@ -106,14 +106,14 @@ def dequantize(module: Any, parameter: Any) -> Tensor | None:
 
 
 def disable_4bit_repacking(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes' 4-bit layers on a CPU from repacking their weights, so that they have gradients.
+    """Make bitsandbytes' 4-bit layers on a CPU differentiable, by keeping their weights as they are.
 
     On some CPUs the first forward would repack the weights in place for kernels without gradients
-    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
+    (`bitsandbytes.nn.Linear4bit.forward`).
 
     Raises:
-        I2CLError: if that has happened already, or for a width that bitsandbytes decodes incorrectly on a
-            CPU: its decoder starts a new block in every row, but its encoder does not.
+        I2CLError: if the weights have been repacked already, or for a width that bitsandbytes decodes
+            incorrectly on a CPU: its decoder starts a new block in every row, but its encoder does not.
     """
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)

@@ -17,11 +17,11 @@ from i2cl.models.batching import Ids
 class Prefix:
     """Tokens or input vectors that run once; every query reuses their keys and values."""
 
-    ids: Ids  #: the tokens; empty if it is made of vectors
+    ids: Ids  #: the tokens; empty for a prefix of vectors
     cache: Cache  #: keys and values for one row (transformers Cache); never changed
-    length: int  #: number of tokens or vectors it was made of
-    next_position: int  #: of the first token after it; less than ``length`` where vectors share positions
-    kept: tuple[int, ...] | None = None  #: indices of the tokens that the cache still holds; None: all
+    length: int  #: number of tokens or vectors, before pruning
+    next_position: int  #: position of the first token after it; below ``length`` if vectors share positions
+    kept: tuple[int, ...] | None = None  #: indices of the tokens that remain after pruning; None: all
 
     def expanded(self, rows: int) -> Cache:
         """Return a copy of the cache for a batch of ``rows``; gradients flow to the original."""
@@ -65,12 +65,12 @@ class Prefix:
 
 
 def uses_alibi(config: PreTrainedConfig) -> bool:
-    """Return whether a model has ALiBi, which takes the index of a key in the cache for its position."""
+    """Return whether a model has ALiBi, which ignores position ids: a key's index is its position."""
     return config.model_type in {"bloom", "mpt"} or (config.model_type == "falcon" and config.alibi)
 
 
 def caches_only_keys_and_values(config: PreTrainedConfig) -> bool:
-    """Return whether a cache of this model holds only keys and values of tokens; False if unknown."""
+    """Return whether the model caches nothing but keys and values of tokens; False if unknown."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError, ValueError):  # a config that transformers has no cache for

@@ -93,11 +93,13 @@ def _relative_error(
 ) -> float:
     # Each of up to four intermediate sums is rounded by half an epsilon of its size.
     rounding = 2 * torch.finfo(after.dtype).eps
-    start, end = before.double(), after.double()
-    first, second = (
-        scale * sublayer.double().reshape(start.shape) for sublayer in (attention, mlp)
-    )  # OPT: 2-D
-    change = end - start
-    error = (change - first - second).abs() - rounding * (start.abs() + first.abs() + second.abs())
+    block_input, block_output = before.double(), after.double()
+    # OPT's MLP output is 2-D
+    scaled_attention, scaled_mlp = (
+        scale * sublayer.double().reshape(block_input.shape) for sublayer in (attention, mlp)
+    )
+    change = block_output - block_input
+    size = block_input.abs() + scaled_attention.abs() + scaled_mlp.abs()
+    error = (change - scaled_attention - scaled_mlp).abs() - rounding * size
     largest = change.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     return float(error.clamp(min=0).max() / largest)

@@ -49,7 +49,7 @@ class TextError(I2CLError):
     """Raised for texts that cannot be classified.
 
     Attributes:
-        problems: what is wrong with each of them, by its index (from 0). The others can be classified.
+        problems: what is wrong with each of these texts, by index (from 0). The others can be classified.
     """
 
     def __init__(self, problems: Mapping[int, str], count: int, hint: str) -> None:
@@ -59,8 +59,8 @@ class TextError(I2CLError):
         ]
         if len(problems) > MAX_NAMED_TEXTS:
             named.append(f"and {len(problems) - MAX_NAMED_TEXTS} more")
-        several = f"{len(problems)} of {count} texts cannot be classified: " if len(problems) > 1 else ""
-        super().__init__(several + "; ".join(named), hint)
+        summary = f"{len(problems)} of {count} texts cannot be classified: " if len(problems) > 1 else ""
+        super().__init__(summary + "; ".join(named), hint)
 
 
 def require_texts(texts: Sequence[str]) -> None:
@@ -100,11 +100,10 @@ class LabelScorer:
 
     @classmethod
     def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":
-        """Return the task as a fit among its labels scores it.
+        """Return the scorer for fits whose loss compares labels with each other only.
 
-        ``"auto"`` scores labels by their words where first tokens are shared, and in a multi-label task.
-        Raises I2CLError for ``scoring="sequence"``, which would cost a pass per example and label in each
-        step.
+        ``"auto"`` chooses word-level scoring if labels share first tokens, and in a multi-label task. Raises
+        I2CLError for ``scoring="sequence"``, which would cost a pass per example and label in each step.
         """
         if scoring == "sequence":
             raise I2CLError(
@@ -149,8 +148,8 @@ class LabelScorer:
             if self.decoder.max_length is None
             else self.decoder.max_length - self.labels.tokens_after_query
         )
-        ask, suffix = build or self.task.template.query, self.labels.query_suffix
-        return self.decoder.encoder.encode(lambda text: ask(text) + suffix, texts, limit, cut=cut)
+        make_prompt, suffix = build or self.task.template.query, self.labels.query_suffix
+        return self.decoder.encoder.encode(lambda text: make_prompt(text) + suffix, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """Return the text in front of a label: the template's query, and a newline that belongs to it."""
@@ -189,12 +188,12 @@ def score(
         progress: called as queries finish.
 
     Returns:
-        Scores in float32 on the CPU; -inf beyond the labels of a query that has fewer than others.
+        Scores in float32 on the CPU. Rows of queries with fewer labels than others are padded with -inf.
     """
-    of_query = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
-    columns = max((len(tokens.sequences) for tokens in of_query), default=0)
+    query_labels = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
+    columns = max((len(tokens.sequences) for tokens in query_labels), default=0)
     scores = torch.full((len(queries), columns), -torch.inf)
-    request = _Request(decoder, queries, of_query[: len(queries)], edit, prefix)
+    request = _Request(decoder, queries, query_labels[: len(queries)], edit, prefix)
     with decoder.frozen(), torch.no_grad():
         for cells, values, finished in request.parts():
             scores[cells] = values.cpu()
@@ -225,8 +224,8 @@ def label_log_probs(
     scores = scores.log_softmax(-1) if bias is None else add_label_bias(scores, bias)
     if temperature == 1:
         return scores.float()
-    wide = (scores.double() / temperature).log_softmax(-1)
-    best, rounded = wide.argmax(-1, keepdim=True), wide.float()
+    exact = (scores.double() / temperature).log_softmax(-1)
+    best, rounded = exact.argmax(-1, keepdim=True), exact.float()
     # Rounding must not make another label tie with the most probable one.
     tied = rounded.argmax(-1, keepdim=True) != best
     top = rounded.gather(-1, best)
@@ -243,23 +242,23 @@ def next_token_log_probabilities(
 
 
 def stack_rows(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """Stack rows that come in parts, each part with the indices of its rows."""
+    """Stack rows in the order of their indices, from parts of (indices, rows)."""
     row_of = {index: row for indices, rows in parts for index, row in zip(indices, rows, strict=True)}
     return torch.stack([row_of[index] for index in range(len(row_of))])
 
 
 def map_batches(
-    work: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
+    function: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
 ) -> Iterator[T]:
-    """Yield the results of ``work`` for batches of ``size`` texts."""
+    """Yield the results of a function on batches of ``size`` texts."""
     for start in range(0, len(texts), size):
-        some = texts[start : start + size]
-        yield work(some)
+        batch = texts[start : start + size]
+        yield function(batch)
         if progress is not None:
-            progress(len(some))
+            progress(len(batch))
 
 
-# Row and column indices of some scores; their values; how many queries they complete.
+# Row and column indices of some scores, the scores, and the number of queries that they complete.
 Part = tuple[tuple[Tensor, Tensor], Tensor, float]
 
 
@@ -276,9 +275,9 @@ class _Request:
     def parts(self) -> Iterator[Part]:
         """Yield all scores.
 
-        Full label sequences share one row per query, as branches of a trie, where model and edit allow it.
-        That excludes models that build masks or positions themselves, rows beyond the sliding window or the
-        context length, edits that depend on a token's position, and cached prefixes.
+        The full label sequences of a query share one row, as branches of a trie, where model and edit allow
+        it. That excludes models that build masks or positions themselves, rows beyond the sliding window or
+        the context length, edits that depend on a token's position, and cached prefixes.
         """
         if not any(labels.full_sequences for labels in self.labels):
             yield from self._single_tokens()
@@ -305,12 +304,12 @@ class _Request:
     def _single_tokens(self) -> Iterator[Part]:
         """Score labels by their first tokens or words: one row per query."""
         for batch, values in self.next_token_log_probs():
-            of_row = [self.labels[row] for row in batch.rows]
-            cells = _cells(batch.rows, [len(labels.sequences) for labels in of_row])
-            if all(labels is of_row[0] for labels in of_row):
-                yield cells, of_row[0].scores(values).flatten(), len(batch.rows)
+            row_labels = [self.labels[row] for row in batch.rows]
+            cells = _cells(batch.rows, [len(labels.sequences) for labels in row_labels])
+            if all(labels is row_labels[0] for labels in row_labels):
+                yield cells, row_labels[0].scores(values).flatten(), len(batch.rows)
             else:
-                parts = [labels.scores(row) for labels, row in zip(of_row, values, strict=True)]
+                parts = [labels.scores(row) for labels, row in zip(row_labels, values, strict=True)]
                 yield cells, torch.cat(parts), len(batch.rows)
 
     def _forked(self, chosen: Sequence[int]) -> Iterator[Part]:
@@ -318,13 +317,12 @@ class _Request:
         tries = [Trie.of(self.labels[row].sequences) for row in chosen]
 
         def run(batch: Batch) -> list[Tensor]:
-            of_row = [tries[index] for index in batch.rows]
+            row_tries = [tries[index] for index in batch.rows]
             rows = tuple(chosen[index] for index in batch.rows)
-            forked = forked_batch([self.queries[row] for row in rows], of_row, self.decoder.device)
-            at = _from_last(forked, 1 + max(len(trie.tokens) for trie in of_row))
-            return edge_scores(
-                self.decoder.forward(replace(forked, rows=rows), at=at, edit=self.edit), of_row
-            )
+            forked = forked_batch([self.queries[row] for row in rows], row_tries, self.decoder.device)
+            at = _from_last(forked, 1 + max(len(trie.tokens) for trie in row_tries))
+            logits = self.decoder.forward(replace(forked, rows=rows), at=at, edit=self.edit)
+            return edge_scores(logits, row_tries)
 
         ids = [self.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
         for batch, parts in self.decoder.run_batches(ids, run):
@@ -337,10 +335,11 @@ class _Request:
         ids = [self.queries[row] + self.labels[row].sequences[label][:-1] for row, label in pairs]
 
         def run(group: Batch) -> Tensor:
-            some = [pairs[index] for index in group.rows]
-            targets = [self.labels[row].sequences[label] for row, label in some]
-            batch = labelled_batch([self.queries[row] for row, _ in some], targets, self.decoder.device)
-            batch = replace(batch, rows=tuple(row for row, _ in some))
+            group_pairs = [pairs[index] for index in group.rows]
+            targets = [self.labels[row].sequences[label] for row, label in group_pairs]
+            queries = [self.queries[row] for row, _ in group_pairs]
+            batch = labelled_batch(queries, targets, self.decoder.device)
+            batch = replace(batch, rows=tuple(row for row, _ in group_pairs))
             return sequence_log_probabilities(self.decoder, batch, targets, self.edit, self.prefix)
 
         for group, values in self.decoder.run_batches(ids, run, reserve=self._reserve):

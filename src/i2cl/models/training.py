@@ -48,29 +48,32 @@ class TrainConfig(Settings):
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: linear warm-up, then a cosine over all steps."""
-        rising = int(self.warmup * steps)
-        if rising and step <= rising:
-            return self.lr * step / rising
+        warmup_steps = int(self.warmup * steps)
+        if warmup_steps and step <= warmup_steps:
+            return self.lr * step / warmup_steps
         return self.lr_final + (self.lr - self.lr_final) * (1 + math.cos(math.pi * step / steps)) / 2
 
     def batches(self, count: int, seed: int) -> list[list[int]]:
         """Return the demonstration indices of every step."""
-        picker, order, size = random.Random(seed), list(range(count)), self.batch_size
+        rng, order, size = random.Random(seed), list(range(count)), self.batch_size
         steps: list[list[int]] = []
         for _ in range(self.epochs):
             if self.draw == "step":
-                steps += [picker.sample(order, min(size, count)) for _ in range(max(1, count // size))]
+                steps += [rng.sample(order, min(size, count)) for _ in range(max(1, count // size))]
             else:
-                picker.shuffle(order)
+                rng.shuffle(order)
                 steps += [order[start : start + size] for start in range(0, count, size)]
         return steps
 
 
 class LabelLikelihood:
-    """Log-probability of the gold label after each query: what training maximizes.
+    """Log-probability of the gold label after each query, which training maximizes.
 
-    Over the whole vocabulary, the target is the label's first token, or its full sequence. Among the labels,
-    first tokens or words compete. ``lengths`` are the tokens of each query with its target, without a prefix.
+    Attributes:
+        among_labels: normalize over the labels, by first tokens or words. Otherwise over the whole
+            vocabulary, where the target is the label's first token or full sequence.
+        targets: target tokens of each query.
+        lengths: number of tokens of each query with its target, without a prefix.
 
     Raises:
         I2CLError: for word-level scoring over the vocabulary, or full sequences among the labels.
@@ -91,18 +94,20 @@ class LabelLikelihood:
             raise I2CLError("loss='labels' cannot score full sequences: use scoring='words'")
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.queries, self.among_labels = queries, among_labels
-        self.targets = [labels.target(right) for right in gold]
-        self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(queries, self.targets, strict=True)]
+        self.targets = [labels.target(label) for label in gold]
+        self.lengths = [
+            len(query) + len(target) - 1 for query, target in zip(queries, self.targets, strict=True)
+        ]
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
         """Make a batch of some queries with their targets; see `labelled_batch`."""
-        queries, targets = ([each[row] for row in rows] for each in (self.queries, self.targets))
+        queries, targets = [self.queries[row] for row in rows], [self.targets[row] for row in rows]
         return labelled_batch(queries, targets, self.decoder.device, packed=packed)
 
     def log_probs(
         self, rows: Sequence[int], batch: Batch, edit: Edit | None = None, prefix: Prefix | None = None
     ) -> Float[Tensor, " rows"]:
-        """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""
+        """Run the `batch` of some rows and return log-probabilities, in nats; gradients flow if enabled."""
         if self.among_labels:
             gold = [self.gold[row] for row in rows]
             values = gold_log_probs(self.decoder, batch, self.labels, gold, edit, prefix)
@@ -151,13 +156,13 @@ def train(
             backward(value)
         optimizer.step()
         losses.append(value.detach())
-        ends = len(losses) == per_epoch or step == steps - 1
-        if not ends and len(losses) % PROGRESS_STEPS:
+        epoch_ends = len(losses) == per_epoch or step == steps - 1
+        if not epoch_ends and len(losses) % PROGRESS_STEPS:
             continue
         mean = _finite_mean(losses, step)
         if progress is not None:
             progress(step + 1, steps, mean)
-        if ends:
+        if epoch_ends:
             means.append(mean)
             losses.clear()
     if not all(parameter.isfinite().all() for parameter in parameters):
@@ -270,8 +275,8 @@ class Backward:
             scaled: Sequence[Tensor | None] = torch.autograd.grad(
                 value * self.scale, self.parameters, retain_graph=True, allow_unused=True
             )
-            fits = self.scale <= 1.0 or not value.isfinite()
-            if fits or all(gradient is None or gradient.isfinite().all() for gradient in scaled):
+            cannot_shrink = self.scale <= 1.0 or not value.isfinite()
+            if cannot_shrink or all(gradient is None or gradient.isfinite().all() for gradient in scaled):
                 return [None if gradient is None else gradient / self.scale for gradient in scaled]
             self.scale /= 2
 

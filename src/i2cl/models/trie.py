@@ -1,7 +1,7 @@
 """Score all labels of a query in one row: the label sequences form a trie after the query.
 
 Prefixes that labels share run once. An attention mask separates the branches, and every token has the
-position that it would have if its label were alone. The scores are exact.
+position that it would have if its label were alone, so the scores equal those of separate rows.
 """
 
 from collections.abc import Sequence
@@ -36,16 +36,16 @@ class Trie:
     @lru_cache(maxsize=256)
     def of(cls, labels: tuple[Ids, ...]) -> "Trie":
         """Build the trie of label sequences."""
-        places: dict[Ids, int] = {(): -1}
+        node_of: dict[Ids, int] = {(): -1}
         edges: dict[tuple[int, int], int] = {}
         steps = []
         for ids in labels:
             for end in range(1, len(ids)):
-                places.setdefault(ids[:end], len(places) - 1)
-            path = [(places[ids[:end]], token) for end, token in enumerate(ids)]
+                node_of.setdefault(ids[:end], len(node_of) - 1)
+            path = [(node_of[ids[:end]], token) for end, token in enumerate(ids)]
             steps.append(tuple(edges.setdefault(edge, len(edges)) for edge in path))
-        prefixes = [ids for ids in places if ids]
-        parents = tuple(places[ids[:-1]] for ids in prefixes)
+        prefixes = [ids for ids in node_of if ids]
+        parents = tuple(node_of[ids[:-1]] for ids in prefixes)
         return cls(tuple(ids[-1] for ids in prefixes), parents, tuple(edges), tuple(steps))
 
     @cached_property
@@ -80,9 +80,9 @@ class TrieIndices(NamedTuple):
 
     def scores(self, logits: Float[Tensor, "positions vocab"], count: int) -> Float[Tensor, " labels"]:
         """Compute the log-probability of each of ``count`` labels."""
-        wide = logits.float()
-        edges = wide[self.positions, self.tokens] - wide.logsumexp(-1)[self.positions]
-        return edges.new_zeros(count).index_add(0, self.labels, edges[self.edges])
+        logits = logits.float()
+        log_probs = logits[self.positions, self.tokens] - logits.logsumexp(-1)[self.positions]
+        return log_probs.new_zeros(count).index_add(0, self.labels, log_probs[self.edges])
 
 
 def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.device) -> Batch:
@@ -90,13 +90,13 @@ def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.de
     batch = make_batch([query + trie.tokens for query, trie in zip(queries, tries, strict=True)], device)
     lines, width = batch.input_ids.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(lines, 1, 1)
-    places = torch.arange(width).repeat(lines, 1)
+    position_ids = torch.arange(width).repeat(lines, 1)
     for row, (query, trie) in enumerate(zip(queries, tries, strict=True)):
         branches = slice(len(query), len(query) + len(trie.tokens))
         visible[row, branches, branches] = trie.visible
-        places[row, branches] = len(query) - 1 + trie.visible.sum(1)  # by depth
+        position_ids[row, branches] = len(query) - 1 + trie.visible.sum(1)  # by depth
     ends = torch.tensor([len(query) - 1 for query in queries], device=device)
-    return replace(batch, last=ends, position_ids=places.to(device), visible=visible.to(device))
+    return replace(batch, last=ends, position_ids=position_ids.to(device), visible=visible.to(device))
 
 
 def edge_scores(
