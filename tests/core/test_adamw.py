@@ -36,7 +36,7 @@ def many(count):
 
 def test_the_set_unit_by_gold_labels_is_near_that_of_all():
     every, gold = problem(made("llama")), problem(made("llama"))
-    _, _, variance = every.first()
+    _, _, variance = every.linearize_start()
     assert gold.set_unit_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
     assert torch.corrcoef(torch.stack([every.unit.flatten(), gold.unit.flatten()]))[0, 1] > 0.8
     some = problem(made("llama"))

@@ -31,7 +31,7 @@ def problem(decoder, asked, shown=SHOWN, sublayers="both"):
 def started(decoder, asked, config, shown=SHOWN):
     """A problem with its scale and first point, and the strength of the prior."""
     fit = problem(decoder, asked, shown)
-    point, _, variance = fit.first()
+    point, _, variance = fit.linearize_start()
     return fit, point, variance / config.prior_std**2
 
 
@@ -54,7 +54,7 @@ TO_THE_END = AnchoredConfig(prior_std=3.0, steps=100, tolerance=1e-7, settled=0,
 @SCORINGS
 def test_derivatives_match_finite_differences(model_type, words):
     fit = problem(made(model_type), task(words))
-    _, start, _ = fit.first()
+    _, start, _ = fit.linearize_start()
     expected = fit.scores(torch.zeros(fit.size.parameters))
     torch.testing.assert_close(start.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=1e-4)
     generator = torch.Generator().manual_seed(0)
@@ -198,7 +198,7 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
 def test_on_the_balanced_unit_all_sites_move_the_scores_equally(words):
     """A sublayer has one scale, and sublayers without a vector stay at 0."""
     fit = problem(made("llama"), task(words), sublayers="mlp")
-    point, _, variance = fit.first()
+    point, _, variance = fit.linearize_start()
     assert (fit.unit == fit.unit[..., :1]).all()
     assert ((fit.unit > 0) == torch.tensor([False, True])[:, None]).all()
     slopes = point.jacobian.view(*point.differences.shape, -1)[..., : fit.vector_size]

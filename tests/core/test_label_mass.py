@@ -50,9 +50,9 @@ def logits(decoder, ids, edit):
 def test_last_hidden_states_give_the_models_logits(case):
     decoder = made(case)
     edit = edit_of(decoder)
-    states = label_mass._streams(decoder, QUERIES, edit)
+    states = label_mass._final_states(decoder, QUERIES, edit)
     with decoder.frozen(), torch.no_grad():
-        result = label_mass._Tail(decoder, tokens(LABELS)).logits(states)
+        result = label_mass._OutputLayers(decoder, tokens(LABELS)).logits(states)
     expected = torch.stack([logits(decoder, ids, edit) for ids in QUERIES])
     torch.testing.assert_close(result, expected, atol=2e-4, rtol=1e-4)
 
@@ -116,10 +116,12 @@ def test_default_fit_generates_labels_and_keeps_predictions():
 def test_vector_that_changes_answers_is_halved_however_many_queries_there_are(monkeypatch):
     decoder, queries = made("llama"), 100 * QUERIES
     edit = edit_of(decoder)
-    plain = label_mass._streams(decoder, queries, edit)
+    plain = label_mass._final_states(decoder, queries, edit)
     limit = 0.2 * plain.norm(dim=-1).mean()
     monkeypatch.setattr(label_mass, "MIN_NORM", 0.1)
-    monkeypatch.setattr(label_mass._Tail, "answers", lambda _, states: (states - plain).norm(dim=-1) > limit)
+    monkeypatch.setattr(
+        label_mass._OutputLayers, "answers", lambda _, states: (states - plain).norm(dim=-1) > limit
+    )
     assert limit / 2 < raise_label_mass(decoder, queries, tokens(LABELS), edit).vector.norm() <= limit
 
 

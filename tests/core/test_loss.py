@@ -86,7 +86,7 @@ def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
     (gradient,) = torch.autograd.grad(wanted, first)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert gradient.abs().min() > 1e-5
-    torch.testing.assert_close(coefficients.free.grad.view_as(gradient), gradient, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(coefficients.parameter.grad.view_as(gradient), gradient, rtol=1e-3, atol=1e-5)
 
 
 @tasks

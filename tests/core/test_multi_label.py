@@ -36,7 +36,7 @@ def summed_loss(fit, u, tau):
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_derivatives_match_finite_differences(model_type):
     fit = problem(made(model_type))
-    fit.first()
+    fit.linearize_start()
     generator = torch.Generator().manual_seed(0)
     along = torch.randn(fit.size.parameters, generator=generator)
     along[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
@@ -70,7 +70,7 @@ def test_a_fit_gives_each_example_its_labels(solver):
 
 def test_a_plain_fit_predicts_label_frequencies_on_average():
     fit = problem(made("llama"))
-    _, scores, _ = fit.first()
+    _, scores, _ = fit.linearize_start()
     assert scores.mean(0).sigmoid().tolist() == pytest.approx([0.5, 0.25, 0.25])
 
 

@@ -48,11 +48,12 @@ class _PositionEdit(Edit):
         return output if edited is None else torch.where(self._mask.to(output.device), edited, output)
 
     def _chosen_tokens(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
-        place = batch.last if self.positions == "last" else batch.first
+        """Return a mask of the chosen token of each query."""
+        index = batch.last if self.positions == "last" else batch.first
         if self.positions == "random":
-            place = place + self._random_offsets(batch)
-        tokens = torch.arange(batch.input_ids.shape[1], device=place.device)
-        chosen: Tensor = tokens == place[:, None]
+            index = index + self._random_offsets(batch)
+        tokens = torch.arange(batch.input_ids.shape[1], device=index.device)
+        chosen: Tensor = tokens == index[:, None]
         if batch.packed:
             chosen = chosen.any(0, keepdim=True)
         return chosen[..., None]
@@ -61,8 +62,8 @@ class _PositionEdit(Edit):
         lines = batch.input_ids.tolist()
         spans = enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True))
         queries = [lines[0 if batch.packed else row][first : last + 1] for row, (first, last) in spans]
-        drawn = [random.Random(f"{self.seed} {ids}").randrange(len(ids)) for ids in queries]
-        return torch.tensor(drawn, device=batch.last.device)
+        offsets = [random.Random(f"{self.seed} {ids}").randrange(len(ids)) for ids in queries]
+        return torch.tensor(offsets, device=batch.last.device)
 
 
 class NoisyEdit(Edit):
@@ -98,7 +99,7 @@ class NoisyEdit(Edit):
         self.residual: Tensor | None = None
 
     def enter(self, _layer: int, residual: States) -> None:
-        """Remember the stream, to which the sublayers' outputs are added."""
+        """Store the residual stream, to which the sublayers' outputs will be added."""
         self.residual = residual.detach()
 
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
@@ -118,7 +119,8 @@ class NoisyEdit(Edit):
         return torch.add(injected, noise, alpha=1 / self.sublayer_scale)
 
     def _noise(self, signal: States) -> Float[Tensor, "lines tokens d"]:
+        # in float32, since the norm can overflow in float16
         size = self.scale * torch.linalg.vector_norm(signal, dim=-1, keepdim=True, dtype=torch.float32)
         device = self.generator.device
-        drawn = torch.randn(signal.shape, generator=self.generator, device=device, dtype=signal.dtype)
-        return drawn.to(signal.device).mul_(size.to(signal.dtype))  # the norm can overflow in float16
+        noise = torch.randn(signal.shape, generator=self.generator, device=device, dtype=signal.dtype)
+        return noise.to(signal.device).mul_(size.to(signal.dtype))

@@ -1,8 +1,8 @@
 """The AdamW solver of anchored calibration, for fits whose Gauss-Newton kernel would be too large.
 
 Beyond the paper. It minimizes the same objective as `i2cl.core.gauss_newton`, from the same start and under
-the same prior. Instead of linearizing, it takes small batches for a fixed number of epochs. Every label
-competes in each step, so time grows with the number of demonstrations and hardly with the number of labels;
+the same prior. Instead of linearizing, it takes small batches for a fixed number of epochs. A backward pass
+covers all labels, so time grows with the number of demonstrations and hardly with the number of labels;
 memory stops growing at `i2cl.core.plan.MAX_UNIT_EXAMPLES` demonstrations.
 
 Where labels are scored by their words, it also fits how much each word counts (`i2cl.core.word_weights`).
@@ -55,25 +55,25 @@ def fit_adamw(
     if labels.words:
         objective.fit_words(tokens)
         zeros = torch.zeros(objective.size.parameters)
-    start = objective.mean_loss(objective.start(tokens), monitored)
+    start_loss = objective.mean_loss(objective.start_scores(tokens), monitored)
     if not 0 < tau < math.inf:
-        return Solution(zeros, None, (start,))
+        return Solution(zeros, None, (start_loss,))
     loss = _Loss(objective, torch.nn.Parameter(zeros.clone()), tau)
     parameters = loss.parameters
     schedule = adamw_schedule(count, words=bool(labels.words))
-    means = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
+    epoch_losses = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
     parameters.requires_grad_(False)
     tokens = token_scores(decoder, queries, labels, objective.edit(parameters))
-    end = objective.mean_loss(objective.label_scores(tokens, parameters), monitored)
+    end_loss = objective.mean_loss(objective.label_scores(tokens, parameters), monitored)
     prior = tau / 2 * parameters.square().sum().item() / objective.total_weight
-    lower = end + prior < start  # False for NaN
-    return Solution(parameters if lower else zeros, tau, (start, *means, end))
+    has_improved = end_loss + prior < start_loss  # False for NaN
+    return Solution(parameters if has_improved else zeros, tau, (start_loss, *epoch_losses, end_loss))
 
 
 class _Loss:
     """Mean loss of some demonstrations, in batches that fit into memory.
 
-    Its gradient is that of the loss and the prior; its value is the loss alone.
+    The value is the loss alone, which is what progress shows. The gradient includes the prior.
     """
 
     def __init__(self, objective: Objective, parameters: torch.nn.Parameter, tau: float) -> None:
@@ -85,19 +85,19 @@ class _Loss:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
         queries = [self.objective.queries[row] for row in chosen]
-        run = partial(self._loss_and_slope, chosen)
+        run = partial(self._loss_and_gradient, chosen)
         parts = [part for _, part in self.decoder.run_batches(queries, run, training=True)]
-        value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+        value, gradient = (torch.stack(addends).sum(0) for addends in zip(*parts, strict=True))
         prior = self.tau / 2 * self.parameters.square().sum() / self.objective.total_weight
-        only_gradient = (self.parameters * slope).sum() + prior
-        return value + only_gradient - only_gradient.detach()
+        surrogate = (self.parameters * gradient).sum() + prior  # has the gradient of loss and prior
+        return value + surrogate - surrogate.detach()
 
-    def _loss_and_slope(self, chosen: Sequence[int], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss of a batch, as a share of the chosen demonstrations', and its gradient."""
-        objective, rows = self.objective, [chosen[place] for place in batch.rows]
+    def _loss_and_gradient(self, chosen: Sequence[int], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute a batch's share of the mean loss of the chosen demonstrations, and its gradient."""
+        objective, rows = self.objective, [chosen[index] for index in batch.rows]
         logits = self.decoder.forward(batch, edit=objective.edit(self.parameters))[:, 0].float()
         scores = objective.label_scores(logits[:, list(self.labels.tokens)], self.parameters)
         value = objective.batch_loss(scores, rows) / len(chosen)
         self.decoder.pause()
-        (slope,) = self.backward.gradients(value)
-        return value.detach().cpu(), torch.zeros_like(self.parameters) if slope is None else slope
+        (gradient,) = self.backward.gradients(value)
+        return value.detach().cpu(), torch.zeros_like(self.parameters) if gradient is None else gradient

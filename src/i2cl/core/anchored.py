@@ -1,4 +1,4 @@
-"""Anchored calibration: fit a vector for every sublayer, starting at and drawn to the plain model.
+"""Anchored calibration: fit a vector for every sublayer, starting at and regularized towards the plain model.
 
 Beyond the paper. "Noisy Self-calibration" minimizes the cross-entropy over the whole vocabulary, which mostly
 teaches the model to say some label word, and its coefficients may move far from the plain model. Here the
@@ -19,8 +19,7 @@ Labels are scored by their first tokens, or by their words where first tokens ar
 solved by `i2cl.core.gauss_newton`, large ones by `i2cl.core.adamw`; `i2cl.core.plan` chooses. One more vector
 then makes the model say a label unprompted: see `i2cl.core.label_mass`.
 
-In a multi-label task the loss is the logistic loss of each label instead, and the model is not made to say a
-label: see `i2cl.core.multi_label`.
+A multi-label task has the logistic loss of each label instead (`i2cl.core.multi_label`), and no such vector.
 """
 
 import warnings
@@ -56,7 +55,7 @@ class AnchoredConfig(Settings):
         prior_std: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 yields
             the plain model.
         steps: maximum number of Gauss-Newton steps. 0 yields the plain model. AdamW has its own
-            number of steps, and ignores ``tolerance``, ``trust`` and ``settled``.
+            number of steps and ignores ``tolerance``, ``trust`` and ``settled``.
         tolerance: relative gain of the objective by an undamped step below which the solver stops.
         trust: share of the predicted gain that a step must achieve; otherwise it is damped. With 0 any gain
             is accepted.
@@ -66,8 +65,8 @@ class AnchoredConfig(Settings):
             without changing which label is the most probable (`i2cl.core.label_mass`).
         solver: ``"gauss_newton"``, ``"adamw"``, or ``"auto"``: Gauss-Newton up to
             `i2cl.core.plan.MAX_KERNEL_PAIRS` pairs of an example and a wrong label
-            (`MAX_WORD_KERNEL_PAIRS` for word-level scoring) if they fit into the memory. The settings of a
-            fit hold the solver as ``solved_by``.
+            (`MAX_WORD_KERNEL_PAIRS` for word-level scoring) if they fit into memory. An injection stores the
+            solver that was used in its settings, as ``solved_by``.
         class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
             demonstrations (`i2cl.core.weights.apply_class_weight`).
         memory: gigabytes beyond the model that a fit may take; default: a quarter of the free memory. Not
@@ -115,26 +114,26 @@ def anchor(
             on scores that are not finite.
     """
     config = config or AnchoredConfig()
-    objective = _objective(decoder, task, demonstrations, config, scoring)
+    objective = _make_objective(decoder, task, demonstrations, config, scoring)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
     solution = _solve(objective, plan, config, seed, progress)
     parameters = solution.parameters
-    moved = bool(parameters.any())
-    if not moved and config.steps and config.prior_std:
+    is_plain = not parameters.any()
+    if is_plain and config.steps and config.prior_std:
         message = "the fit did not lower the loss of the examples and yields the plain model: lower prior_std"
         warnings.warn(message, UserWarning, stacklevel=2)
     vectors = objective.vectors(parameters)
-    weights = objective.word_weights(parameters) if moved else None
+    word_weights = None if is_plain else objective.word_weights(parameters)
     settings = config.model_dump(mode="json", exclude_none=True)
     settings |= {"method": "anchored", "solved_by": plan.solver, "tau": solution.tau}
-    if config.say_label and objective.has_last_vector and moved and not task.multi_label:
+    if config.say_label and objective.has_last_vector and not is_plain and not task.multi_label:
         labels = objective.labels(parameters)
-        raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
-        vectors[-1, -1] += raised.vector / decoder.sublayer_scale
-        settings["label_mass"] = [raised.before, raised.after]
-    head = LabelHead(objective.scorer.scoring, weights)
+        label_mass = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
+        vectors[-1, -1] += label_mass.vector / decoder.sublayer_scale
+        settings["label_mass"] = [label_mass.before, label_mass.after]
+    head = LabelHead(objective.scorer.scoring, word_weights)
     if isinstance(objective, MultiLabelObjective):
         thresholds = (DEFAULT_THRESHOLD,) * len(task.labels)
         head = replace(head, bias=tuple(objective.bias.tolist()), thresholds=thresholds)
@@ -151,7 +150,7 @@ def anchor(
     )
 
 
-def _objective(
+def _make_objective(
     decoder: Decoder, task: Task, demonstrations: Examples, config: AnchoredConfig, scoring: Scoring
 ) -> Objective:
     """Check the demonstrations and the model, and return the loss of the fit."""
@@ -164,8 +163,10 @@ def _objective(
     if config.class_weight is not None:
         task.require_single_label("class_weight")
         demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    loss = MultiLabelObjective if task.multi_label else Objective
-    return loss(LabelScorer.for_fit(decoder, task, scoring), tuple(demonstrations), config.sublayers)
+    objective_class = MultiLabelObjective if task.multi_label else Objective
+    return objective_class(
+        LabelScorer.for_fit(decoder, task, scoring), tuple(demonstrations), config.sublayers
+    )
 
 
 def _solve(

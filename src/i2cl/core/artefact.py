@@ -62,7 +62,7 @@ class Stored(pydantic.BaseModel):
 
     @pydantic.field_validator("format_version")
     @classmethod
-    def _supported(cls, version: int) -> int:
+    def _check_version(cls, version: int) -> int:
         if version != FORMAT_VERSION:
             raise ValueError(f"this i2cl reads version {FORMAT_VERSION}, upgrade it for a newer one")
         return version
@@ -75,13 +75,14 @@ class Stored(pydantic.BaseModel):
             names += [name for expert in experts for name in expert.tensor_names]
         for name in names:
             tensor = tensors[name]
-            floating = tensor.is_floating_point() or name == "tfidf_buckets"
-            if not (floating and tensor.isfinite().all()):
+            dtype_fits = tensor.is_floating_point() or name == "tfidf_buckets"
+            if not (dtype_fits and tensor.isfinite().all()):
                 raise I2CLError(f"{name} in {TENSORS} is not finite: copy the file again, or fit it again")
         base = ModelIdentity.from_dict(self.base_model)
-        expected = base.layers, len(ACTIVE_SUBLAYERS[self.extraction.sublayers])
+        layers, sublayers = base.layers, len(ACTIVE_SUBLAYERS[self.extraction.sublayers])
+        described = (layers, sublayers, base.d_model), (layers, sublayers, 2)
         shapes = tuple(tensors["context_vector"].shape), tuple(tensors["coefficients"].shape)
-        if shapes != (described := ((*expected, base.d_model), (*expected, 2))):
+        if shapes != described:
             raise I2CLError(
                 f"{TENSORS} holds shapes {shapes[0]} and {shapes[1]}, but {described[0]} and {described[1]} "
                 "are described: fit it again"
@@ -98,11 +99,11 @@ def write(
     """Write the files of an injection.
 
     Args:
-        folder: where to.
-        tensors: by name.
+        folder: the folder to write to.
+        tensors: tensors by name.
         description: the fields of `Stored`.
         name: title of the model card.
-        shared: shorten local paths to their last part.
+        shared: shorten local paths to their last part, for others who load it.
 
     Raises:
         I2CLError: if `read` could not load the description.
@@ -113,8 +114,8 @@ def write(
         raise I2CLError(
             f"this injection could not be loaded again ({first_problem(error)}): correct that field"
         ) from None
-    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    save_file(whole, folder / TENSORS, metadata={"format": "pt"})
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
     card = model_card(dict(description), name)
     if shared:
         base = description["base_model"]
@@ -159,7 +160,7 @@ def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> Non
 
 
 def read_examples(folder: Path, task: Task) -> tuple[Example, ...]:
-    """Read the rows of a fit; none if they were not kept. Raises I2CLError if the file is damaged."""
+    """Read the rows of a fit; empty if they were not stored. Raises I2CLError if the file is damaged."""
     path = folder / EXAMPLES
     if not path.is_file():
         return ()

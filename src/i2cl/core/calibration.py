@@ -93,14 +93,15 @@ def _minimize(
     progress: StepProgress | None,
 ) -> tuple[float, ...]:
     """Fit the coefficients of a loss in place, and return its history."""
-    decoder, free = loss.decoder, loss.coefficients.free
+    decoder, parameter = loss.decoder, loss.coefficients.parameter
     dtype = decoder.model.dtype
     try:
         with decoder.frozen():
             if config.optimizer == "adamw":
-                return train([free], loss, steps, config, progress, dtype)
+                return train([parameter], loss, steps, config, progress, dtype)
             chunks = budget_chunks(loss.prompts, decoder.training_budget)
-            return minimize_lbfgs(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
+            fixed_loss = loss.with_fixed_noise
+            return minimize_lbfgs(parameter, fixed_loss, chunks, config.passes, config.pull, progress, dtype)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -117,13 +118,13 @@ def _require_options(
 ) -> None:
     """Raise I2CLError if the arguments of `calibrate` do not fit together."""
     base = extracted.base
-    *sites, width = base.layers, len(ACTIVE_SUBLAYERS[extracted.extraction.sublayers]), base.d_model
-    if extracted.context.shape != (*sites, width):
+    layers, sublayers = base.layers, len(ACTIVE_SUBLAYERS[extracted.extraction.sublayers])
+    context_shape, shape = (layers, sublayers, base.d_model), (layers, sublayers, 2)
+    if extracted.context.shape != context_shape:
         sizes = f"(layers, sublayers, width) {tuple(extracted.context.shape)}"
         raise I2CLError(
-            f"the context vector has {sizes}, the model needs {(*sites, width)}: extract it on this model"
+            f"the context vector has {sizes}, the model needs {context_shape}: extract it on this model"
         )
-    shape = (*sites, 2)
     if start is not None and config.formula != "linear":
         raise I2CLError(
             f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
@@ -140,7 +141,15 @@ def _require_options(
 
 
 class Coefficients:
-    """The trained scalars, in the form of their formula and as linear coefficients."""
+    """The coefficients of a formula, some of them trained.
+
+    Attributes:
+        formula: how the coefficients combine vector and output.
+        active: sublayers that are edited.
+        base: all coefficients at the start.
+        is_trained: which of them are trained.
+        parameter: the trained ones.
+    """
 
     def __init__(
         self,
@@ -155,19 +164,19 @@ class Coefficients:
         if start is not None:
             values = torch.where(active[..., None], start.float().cpu(), values)
         self.base = values.to(device)
-        trained = active[..., None] & torch.tensor([True, config.formula != "add"])
-        self.trained = trained.contiguous().to(device)
-        self.free = torch.nn.Parameter(self.base[self.trained].clone())
+        is_trained = active[..., None] & torch.tensor([True, config.formula != "add"])
+        self.is_trained = is_trained.contiguous().to(device)
+        self.parameter = torch.nn.Parameter(self.base[self.is_trained].clone())
 
     def linear(self) -> Float[Tensor, "layers sublayers 2"]:
-        """Return (lambda, beta) such that every formula becomes ``lambda v + beta a``."""
-        amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
+        """Return the equivalent (lambda, beta) of the formula ``linear``, ``lambda v + beta a``."""
+        strength, scale = self.base.masked_scatter(self.is_trained, self.parameter).unbind(-1)
         if self.formula == "add":
-            amount = amount.relu()
+            strength = strength.relu()
         elif self.formula == "balance":
             scale = scale.relu()
-            amount, scale = amount * scale, (1 - amount) * scale
-        return torch.stack([amount, scale], dim=-1)
+            strength, scale = strength * scale, (1 - strength) * scale
+        return torch.stack([strength, scale], dim=-1)
 
 
 class CalibrationLoss:
@@ -175,7 +184,7 @@ class CalibrationLoss:
 
     Attributes:
         prompts: token ids of each demonstration's query.
-        shared: tokens that a prompt with demonstrations has in front of every query.
+        shared_ids: token ids that all prompts start with; empty without a custom ``prompt``.
     """
 
     def __init__(
@@ -193,16 +202,16 @@ class CalibrationLoss:
         self.config = config
         self.coefficients = coefficients
         self.prompts = scorer.queries([example.text for example in demonstrations], prompt)
-        self.shared = common_prefix(self.prompts) if prompt else ()
+        self.shared_ids = common_prefix(self.prompts) if prompt else ()
         self.likelihood = LabelLikelihood(
             decoder,
-            [ids[len(self.shared) :] for ids in self.prompts],
+            [ids[len(self.shared_ids) :] for ids in self.prompts],
             scorer.labels,
             [example.label for example in demonstrations],
             among_labels=config.loss == "labels",
         )
         self.example_weights = example_weights(demonstrations)
-        self.values = extracted.context.to(decoder.device)
+        self.context = extracted.context.to(decoder.device)
         self.hook_point = extracted.extraction.hook_point
         self.seed = seed
         self.generator = torch.Generator(decoder.device).manual_seed(seed)
@@ -214,14 +223,14 @@ class CalibrationLoss:
             likelihoods = likelihoods * self.example_weights[list(chosen)].to(likelihoods)
         return -likelihoods.mean()
 
-    def repeatable(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
+    def with_fixed_noise(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
         """Compute the loss with the same noise whenever the same demonstrations are chosen."""
         self.generator.manual_seed(self.seed + chosen[0])
         return self(chosen)
 
     def _log_likelihoods(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
         """Compute the log-probabilities of the gold labels of some rows."""
-        edit = AffineEdit.linear(self.values, self.coefficients.linear(), self.hook_point)
+        edit = AffineEdit.linear(self.context, self.coefficients.linear(), self.hook_point)
         noisy = NoisyEdit(
             at_positions(edit, self.config.positions, self.seed),
             active=self.coefficients.active,
@@ -231,11 +240,11 @@ class CalibrationLoss:
             generator=self.generator,
         )
         batch = self._batch(rows)
-        prefix = self.decoder.prefix(self.shared, edit=noisy) if self.shared else None
+        prefix = self.decoder.prefix(self.shared_ids, edit=noisy) if self.shared_ids else None
         return self.likelihood.log_probs(rows, batch, noisy, prefix)
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Make a batch. Pack it into one row if the model can, no prefix is used, and it saves work."""
+        """Make a batch, packed into one row if the model supports it, no prefix is used and it saves work."""
         lengths = [self.likelihood.lengths[row] for row in rows]
-        packs = self.decoder.architecture.packs and not self.shared
+        packs = self.decoder.architecture.packs and not self.shared_ids
         return self.likelihood.batch(rows, packed=packs and packing_pays(lengths, self.decoder.d_model))

@@ -38,8 +38,8 @@ def extract(
         decoder: the model.
         task: gives template and label words.
         demonstrations: labelled examples.
-        config: what is captured.
-        seed: of ``token="random"``.
+        config: which sublayers and which token are captured.
+        seed: seed of ``token="random"``.
 
     Raises:
         I2CLError: without demonstrations, if one has an unknown label or does not fit into the context, or if
@@ -48,27 +48,29 @@ def extract(
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
     decoder.require_identity()
-    builds = [
+    builders = [
         partial(
             task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
         )
         for example in demonstrations
     ]
     ids = sorted(
-        decoder.encoder.encode(builds, [example.text for example in demonstrations], decoder.max_length)
+        decoder.encoder.encode(builders, [example.text for example in demonstrations], decoder.max_length)
     )
-    picker = random.Random(seed)
-    ends = [(len(row) - 1) * (config.token == "last") for row in ids]
-    places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
+    if config.token == "random":
+        rng = random.Random(seed)
+        token_indices = [rng.randrange(len(row)) for row in ids]
+    else:
+        token_indices = [len(row) - 1 if config.token == "last" else 0 for row in ids]
 
-    def captured_at(batch: Batch) -> Float[Tensor, "batch layers sublayers d"]:
-        at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
+    def capture(batch: Batch) -> Float[Tensor, "batch layers sublayers d"]:
+        at = torch.tensor([token_indices[row] for row in batch.rows], device=batch.last.device)
         return decoder.capture(batch, at, hook_point=config.hook_point)
 
-    mean, seen = torch.zeros(()), 0
-    for _, captured in decoder.run_batches(ids, captured_at):
-        seen += len(captured)
-        mean = mean + (captured - mean).sum(0) / seen
+    mean, count = torch.zeros(()), 0
+    for _, captured in decoder.run_batches(ids, capture):
+        count += len(captured)
+        mean = mean + (captured - mean).sum(0) / count
     recipe = CalibrationConfig()
     return Injection(
         context=mean,

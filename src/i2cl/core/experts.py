@@ -87,11 +87,11 @@ class EmbeddingsExpert(TextExpert):
     tensor_names = ("embeddings_weights", "embeddings_probe")
 
     def __post_init__(self) -> None:
-        weights, direction = self.weights.float(), self.probe.float()
-        shapes_fit = (weights.ndim, direction.ndim) == (2, 1) and weights.shape[1] == len(direction) + 1
-        if not shapes_fit or not 0.99 < float(direction.norm()) < 1.01:
+        weights, embedding = self.weights.float(), self.probe.float()
+        shapes_fit = (weights.ndim, embedding.ndim) == (2, 1) and weights.shape[1] == len(embedding) + 1
+        if not shapes_fit or not 0.99 < float(embedding.norm()) < 1.01:
             raise I2CLError("the stored sentence-encoder weights are damaged: copy or fit it again")
-        vars(self).update(weights=weights, probe=direction)  # the dataclass is frozen
+        vars(self).update(weights=weights, probe=embedding)  # the dataclass is frozen
 
     @classmethod
     def fit(cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str) -> Self:
@@ -106,17 +106,17 @@ class EmbeddingsExpert(TextExpert):
 
     def is_of(self, encoder: str, device: str) -> bool:
         """Return whether an encoder yields the embeddings of the fit. Raises I2CLError if it is missing."""
-        direction = probe(encoder, device)
-        return direction.shape == self.probe.shape and float(direction @ self.probe) >= MIN_PROBE_COSINE
+        embedding = probe(encoder, device)
+        return embedding.shape == self.probe.shape and float(embedding @ self.probe) >= MIN_PROBE_COSINE
 
     def require_encoder(self, device: str) -> None:
         """Load the encoder. Raises I2CLError if it is missing, or is not the encoder of the fit."""
         require_packages("this injection's sentence encoder", "embeddings", "sentence_transformers")
         try:
-            same = self.is_of(self.encoder, device)
+            is_same = self.is_of(self.encoder, device)
         except I2CLError as error:
             raise I2CLError(f"{error} (or give its new location with --encoder or encoder=)") from None
-        if not same:
+        if not is_same:
             hint = "give the encoder of the fit with --encoder or encoder=, or fit it again"
             raise I2CLError(f"the encoder {self.encoder!r} yields other embeddings than at the fit: {hint}")
 
@@ -188,15 +188,15 @@ class TfidfExpert(TextExpert):
         """Compute the score of each label; see `TextExpert.scores`."""
         require_texts(texts)
         known, idf, weights = self.buckets.numpy(), self.idf.numpy(), self.weights[:, :-1].double().numpy()
-        odds = np.empty((len(texts), len(weights)))
+        scores = np.empty((len(texts), len(weights)))
         for row, (buckets, counts) in enumerate(count_ngrams(texts)):
-            _, places, columns = np.intersect1d(buckets, known, assume_unique=True, return_indices=True)
-            features = (1 + np.log(counts[places])) * idf[columns]
-            norm = np.linalg.norm(features) or 1.0  # no n-gram is known
-            odds[row] = weights[:, columns] @ (features / norm) + self.weights[:, -1].numpy()
+            _, in_text, columns = np.intersect1d(buckets, known, assume_unique=True, return_indices=True)
+            features = (1 + np.log(counts[in_text])) * idf[columns]
+            norm = np.linalg.norm(features) or 1.0  # 0 if no n-gram is known
+            scores[row] = weights[:, columns] @ (features / norm) + self.weights[:, -1].numpy()
         if progress is not None:
             progress(len(texts))
-        return torch.from_numpy(odds).float()
+        return torch.from_numpy(scores).float()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights, hashes and document frequencies."""
@@ -212,9 +212,9 @@ def stored_experts(
     """Return the text experts of a stored ensemble.
 
     Args:
-        weights: by member.
+        weights: weights by name of the member.
         encoder: sentence encoder of the member ``"embeddings"``.
-        tensors: the experts' tensors.
+        tensors: the experts' tensors by name.
 
     Raises:
         KeyError: if a tensor is missing.
@@ -244,29 +244,30 @@ def fit_regression(
 ) -> Float[Tensor, "labels inputs"]:
     """Fit scikit-learn's logistic regression, and return weights with the intercept as last column.
 
-    In a multi-label task there is one regression per label (one-vs-rest). Its class weights are balanced, so
-    that only the LLM takes into account how rare a label is: in a sum of log-odds, each expert would count it
-    again.
+    In a multi-label task there is one regression per label (one-vs-rest), with balanced class weights: if
+    each member of an ensemble knew how rare a label is, their sum of log-odds would count that several times.
+    Only the LLM takes it into account.
     """
     from sklearn.linear_model import LogisticRegression
 
-    weights = [example.weight for example in demonstrations]
+    sample_weights = [example.weight for example in demonstrations]
     if task.multi_label:
         gold = indicators(demonstrations, len(task.labels))
-        columns = [_fit_label(features, column, weights, c) for column in gold.T]
-        return torch.from_numpy(np.stack(columns)).float()
+        rows = [_fit_label(features, has_label, sample_weights, c) for has_label in gold.T]
+        return torch.from_numpy(np.stack(rows)).float()
     labels = [example.label for example in demonstrations]
-    model = LogisticRegression(C=c, max_iter=10_000).fit(features, labels, sample_weight=weights)
-    odds = torch.from_numpy(np.column_stack([model.coef_, model.intercept_])).float()
-    odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # binary: one row for both labels
-    every = torch.zeros(len(task.labels), odds.shape[1])
-    every[:, -1] = -torch.inf  # labels without a demonstration
-    every[model.classes_.tolist()] = odds
-    return every
+    model = LogisticRegression(C=c, max_iter=10_000).fit(features, labels, sample_weight=sample_weights)
+    fitted = torch.from_numpy(np.column_stack([model.coef_, model.intercept_])).float()
+    if len(fitted) == 1:  # with two classes, scikit-learn has one row of log-odds
+        fitted = torch.cat([-fitted / 2, fitted / 2])
+    weights = torch.zeros(len(task.labels), fitted.shape[1])
+    weights[:, -1] = -torch.inf  # labels without a demonstration
+    weights[model.classes_.tolist()] = fitted
+    return weights
 
 
 def _fit_label(
-    features: Any, gold: Bool[np.ndarray, " texts"], weights: Sequence[float], c: float
+    features: Any, gold: Bool[np.ndarray, " texts"], sample_weights: Sequence[float], c: float
 ) -> Float[np.ndarray, " inputs"]:
     """Fit the regression of one label of a multi-label task; zeros if every text or no text has the label."""
     from sklearn.linear_model import LogisticRegression
@@ -274,7 +275,7 @@ def _fit_label(
     if gold.all() or not gold.any():
         return np.zeros(features.shape[1] + 1)
     model = LogisticRegression(C=c, class_weight="balanced", max_iter=10_000)
-    model.fit(features, gold, sample_weight=weights)
+    model.fit(features, gold, sample_weight=sample_weights)
     return np.append(model.coef_[0], model.intercept_)
 
 

@@ -2,9 +2,9 @@
 
 Beyond the paper. Each step linearizes the label scores in the parameters: one forward pass over the
 demonstrations and one backward pass for every wrong label. The linearized problem is logistic regression with
-the model's tangent kernel J J' (https://arxiv.org/abs/2210.05643), which has one row for every pair of a
-demonstration and a wrong label, however wide the model is. It is solved to its optimum, with a proximal term
-that grows where the step does not lower the true loss as predicted (Levenberg-Marquardt).
+the model's neural tangent kernel J J' (https://arxiv.org/abs/2210.05643), which has one row for every pair of
+a demonstration and a wrong label, whatever the width of the model. It is solved to its optimum, with a
+proximal term that grows until the step lowers the true loss as predicted (Levenberg-Marquardt).
 """
 
 import math
@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from i2cl.core.objective import SLICE, Linearization, Objective, Solution
 from i2cl.models.training import StepProgress
 
-MAX_NEWTON_STEPS = 50  # of the linearized problem; it takes about six
-DAMPING = 8.0  # factor on the proximal term, first used in the second step, and whenever a step is retried
+MAX_NEWTON_STEPS = 50  # inner steps, which solve a linearized problem; usually about six are enough
+DAMPING = 8.0  # initial damping from the second step on, and its factor whenever a step is rejected
 MAX_DAMPING = 1e6
 
 
@@ -57,37 +57,36 @@ def fit_gauss_newton(
     Raises:
         I2CLError: if scores or derivatives are not finite.
     """
-    point, scores, variance = objective.first()
+    point, scores, variance = objective.linearize_start()
     loss = objective.mean_loss(scores)
     tau = variance / prior_std**2 if prior_std > 0 else math.inf
-    at = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
+    current = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
     history = [loss]
     steps = steps if 0 < tau < math.inf else 0
-    for number in range(steps):
+    for iteration in range(steps):
         damping, max_damping = 1.0, MAX_DAMPING
-        if number:
-            chosen = (
-                (objective.losses(at.scores) >= (settled if number > 1 else 0.0)).nonzero()[:, 0].tolist()
-            )
-            point = objective.relinearize(point, at.parameters, at.scores, chosen)
-            damping, max_damping = DAMPING, MAX_DAMPING if chosen else DAMPING
-        accepted = gauss_newton_step(objective, point, at, tau, trust, damping, max_damping)
+        if iteration:
+            min_loss = settled if iteration > 1 else 0.0
+            unsettled = (objective.losses(current.scores) >= min_loss).nonzero()[:, 0].tolist()
+            point = objective.relinearize(point, current.parameters, current.scores, unsettled)
+            damping, max_damping = DAMPING, MAX_DAMPING if unsettled else DAMPING
+        accepted = gauss_newton_step(objective, point, current, tau, trust, damping, max_damping)
         if accepted is None:
             break
-        gain = (at.objective - accepted.objective) / at.objective
-        at = accepted
-        history.append(at.loss)
+        gain = (current.objective - accepted.objective) / current.objective
+        current = accepted
+        history.append(current.loss)
         if progress is not None:
-            progress(number + 1, steps, at.loss)
-        if gain * at.damping < tolerance:  # a step damped by d gains about 1 / d of an undamped one
+            progress(iteration + 1, steps, current.loss)
+        if gain * current.damping < tolerance:  # a step damped by d gains about 1 / d of an undamped one
             break
-    return Solution(at.parameters, tau if math.isfinite(tau) else None, tuple(history))
+    return Solution(current.parameters, tau if math.isfinite(tau) else None, tuple(history))
 
 
 def gauss_newton_step(
     objective: Objective,
     point: Linearization,
-    at: Step,
+    current: Step,
     tau: float,
     trust: float,
     damping: float = 1.0,
@@ -95,92 +94,109 @@ def gauss_newton_step(
 ) -> Step | None:
     """Solve the linearized problem, with more damping until the step achieves enough of the predicted gain.
 
+    Args:
+        objective: the problem.
+        point: its linearization around ``current``.
+        current: the last accepted step.
+        tau: strength of the prior.
+        trust: share of the predicted gain that the step must achieve.
+        damping: initial damping; multiplied by `DAMPING` whenever a step is rejected.
+        max_damping: damping beyond which no further step is tried.
+
     Returns:
-        The accepted step, or None if there is none up to ``max_damping``.
+        The accepted step, or None if all steps were rejected.
     """
-    start = at.parameters
+    start = current.parameters
     directional = (point.jacobian @ start).double().view_as(point.differences)
     kernel = kernel_matrix(point.jacobian)
     while damping <= max_damping:
-        # prior and proximal term add up to a quadratic with center (1 - 1 / damping) * start
+        # the sum of prior and proximal term is a quadratic with its minimum at (1 - 1 / damping) * start
         prior_share = 1 / damping
         offset = point.differences - prior_share * directional
         dual = solve_kernel_regression(offset, kernel, tau * damping, point.example_weights)
-        moved = (1 - prior_share) * start + point.jacobian.T @ dual.float()
-        prior = tau / 2 * moved.double().square().sum().item()
-        change = (point.jacobian @ (moved - start)).double()
+        candidate = (1 - prior_share) * start + point.jacobian.T @ dual.float()
+        prior = tau / 2 * candidate.double().square().sum().item()
+        change = (point.jacobian @ (candidate - start)).double()
         linearized = point.differences + change.view_as(point.differences)
-        # rounding may make it negative
-        predicted = max(0.0, at.objective - summed_loss(linearized, point.example_weights) - prior)
-        scores = objective.scores(moved)
+        # rounding may make the predicted gain negative
+        predicted_gain = max(0.0, current.objective - summed_loss(linearized, point.example_weights) - prior)
+        scores = objective.scores(candidate)
         loss = objective.mean_loss(scores)
         value = loss * objective.total_weight + prior
-        if value < at.objective - trust * predicted:  # False for NaN
-            return Step(moved, scores, value, damping, loss)
+        if value < current.objective - trust * predicted_gain:  # False for NaN
+            return Step(candidate, scores, value, damping, loss)
         damping *= DAMPING
     return None
 
 
 def kernel_matrix(jacobian: Float[Tensor, "n_pairs parameters"]) -> Float[Tensor, "n_pairs n_pairs"]:
-    """Compute the inner products of the derivatives, in float64."""
+    """Compute the inner products of the Jacobian's rows, in float64."""
     kernel = torch.zeros(len(jacobian), len(jacobian), dtype=torch.float64)
     for part in jacobian.split(SLICE, dim=1):
-        wide = part.double()
-        kernel += wide @ wide.T
+        columns = part.double()
+        kernel += columns @ columns.T
     return kernel
 
 
-def summed_loss(differences: Float[Tensor, "n others"], weights: Float[Tensor, " n"] | None = None) -> float:
+def summed_loss(
+    differences: Float[Tensor, "n wrong_labels"], weights: Float[Tensor, " n"] | None = None
+) -> float:
     """Compute the weighted sum of the gold labels' cross-entropy, in nats."""
-    losses = _with_gold(differences).logsumexp(1)
+    losses = _prepend_gold(differences).logsumexp(1)
     return float(losses.sum() if weights is None else weights @ losses)
 
 
 def solve_kernel_regression(
-    start: Float[Tensor, "n others"],
+    offset: Float[Tensor, "n wrong_labels"],
     kernel: Float[Tensor, "n_pairs n_pairs"],
     tau: float,
     example_weights: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, " n_pairs"]:
-    """Solve kernel logistic regression, ``start + kernel a``, for ``a`` by damped Newton steps.
+    """Solve kernel logistic regression by Newton's method with backtracking.
 
-    The parameters are the Jacobian's transpose times ``a``.
+    The model is ``offset + kernel @ dual``. The parameters are the Jacobian's transpose times the dual
+    variables.
 
     Args:
-        start: the differences at the point of linearization, in float64.
-        kernel: inner products of the differences' derivatives, in float64.
+        offset: the differences for dual variables of zero, in float64.
+        kernel: the `kernel_matrix`.
         tau: strength of the prior.
         example_weights: weights of the demonstrations' losses, in float64; None: 1 each.
+
+    Returns:
+        The dual variables.
     """
-    n, others = start.shape
-    dual = torch.zeros(n * others, dtype=torch.float64)
+    n, wrong_labels = offset.shape
+    dual = torch.zeros(n * wrong_labels, dtype=torch.float64)
     eye = torch.eye(len(dual), dtype=torch.float64)
 
-    def objective(at: Tensor) -> tuple[Tensor, float]:
-        differences = start + (kernel @ at).view_as(start)
-        return differences, summed_loss(differences, example_weights) + (tau / 2 * at @ kernel @ at).item()
+    def evaluate(dual: Tensor) -> tuple[Tensor, float]:
+        differences = offset + (kernel @ dual).view_as(offset)
+        prior = (tau / 2 * dual @ kernel @ dual).item()
+        return differences, summed_loss(differences, example_weights) + prior
 
-    differences, best = objective(dual)
+    differences, value = evaluate(dual)
     for _ in range(MAX_NEWTON_STEPS):
-        gradient = _with_gold(differences).softmax(1)[:, 1:]
+        gradient = _prepend_gold(differences).softmax(1)[:, 1:]
         curvature = torch.diag_embed(gradient) - gradient[:, :, None] * gradient[:, None]
         if example_weights is not None:
             gradient = example_weights[:, None] * gradient
             curvature = example_weights[:, None, None] * curvature
-        hessian = tau * eye + (curvature @ kernel.view(n, others, -1)).view_as(kernel)
-        move = torch.linalg.solve(hessian, gradient.flatten() + tau * dual)
-        length = 1.0
-        while (trial := objective(dual - length * move))[1] > best and length > 1e-3:
-            length /= 2
-        if trial[1] > best:
+        # gradient and Hessian in the dual variables, both without their common factor, the kernel
+        hessian = tau * eye + (curvature @ kernel.view(n, wrong_labels, -1)).view_as(kernel)
+        direction = torch.linalg.solve(hessian, gradient.flatten() + tau * dual)
+        step_size = 1.0
+        while (trial := evaluate(dual - step_size * direction))[1] > value and step_size > 1e-3:
+            step_size /= 2
+        if trial[1] > value:
             break
-        gain, best, differences = best - trial[1], trial[1], trial[0]
-        dual = dual - length * move
+        gain, value, differences = value - trial[1], trial[1], trial[0]
+        dual = dual - step_size * direction
         if gain < 1e-9:
             break
     return dual
 
 
-def _with_gold(differences: Float[Tensor, "n others"]) -> Float[Tensor, "n labels"]:
+def _prepend_gold(differences: Float[Tensor, "n wrong_labels"]) -> Float[Tensor, "n labels"]:
     """Put the gold label's own difference, which is 0, in front."""
     return pad(differences, (1, 0))

@@ -36,7 +36,7 @@ from i2cl.tasks.labels import predicted_labels
 
 LABEL_PRIOR = "label_prior"  # key in the settings with the origin of a label bias
 DEFAULT_THRESHOLD = 0.5  # minimum probability of a label, in a multi-label task
-TEMPERATURES = (0.001, 1000.0)  # minimum and maximum: within them, different scores stay different
+TEMPERATURES = (0.001, 1000.0)  # minimum and maximum; beyond, rounding could make different scores equal
 
 
 class PrecisionWarning(UserWarning):
@@ -48,8 +48,8 @@ class LabelHead:
     """Turns the model's answer to a query into log-probabilities of the labels.
 
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
-    the label words (`i2cl.models.label_tokens.LabelTokens`). The bias is added. Without text experts the
-    temperature then divides; with some, the scores of all members are pooled instead (`i2cl.core.experts`).
+    the label words (`i2cl.models.label_tokens.LabelTokens`). First the bias is added to them. Then they are
+    divided by the temperature or, if there are text experts, pooled with their scores (`i2cl.core.experts`).
 
     In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
     sigmoid replaces the softmax, and a text has every label whose probability reaches its threshold.
@@ -60,7 +60,7 @@ class LabelHead:
             (`i2cl.core.word_weights`); None: weights by inverse document frequency.
         bias: nats per label, added to the LLM's log-probabilities among the labels, or None.
         temperature: of the LLM alone: divides its log-probabilities among the labels, after the bias. Above
-            1 confidence falls; predictions stay the same. An ensemble has a weight for the LLM instead.
+            1 it lowers confidence; predictions stay the same. An ensemble has a weight for the LLM instead.
         experts: text experts of the ensemble; none for the LLM alone.
         expert_weights: weight of the LLM, then of each text expert; not negative. Empty without text experts.
         thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
@@ -117,15 +117,17 @@ class LabelHead:
             raise I2CLError(
                 f"label_bias {self.bias} is not one finite number for each of {count} labels: fit it again"
             )
-        least, most = TEMPERATURES
-        if not least <= self.temperature <= most:
+        minimum, maximum = TEMPERATURES
+        if not minimum <= self.temperature <= maximum:
             raise I2CLError(
-                f"temperature {self.temperature!r} is not a number from {least:g} to {most:g}: change it"
+                f"temperature {self.temperature!r} is not a number from {minimum:g} to {maximum:g}: change it"
             )
         weights = self.word_weights
         if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
-            what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
-            raise I2CLError(f"{what} do not fit together: fit it again with scoring='words'")
+            raise I2CLError(
+                f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels do "
+                "not fit together: fit it again with scoring='words'"
+            )
         thresholds = self.thresholds
         if thresholds is not None and not (
             len(thresholds) == count and all(0 < threshold < 1 for threshold in thresholds)
@@ -141,8 +143,8 @@ class LabelHead:
             )
         for expert in self.experts:
             if len(expert.weights) != count:
-                what = f"{expert.name} weights {tuple(expert.weights.shape)} do not fit {count} labels"
-                raise I2CLError(f"{what}: fit it again")
+                shape = tuple(expert.weights.shape)
+                raise I2CLError(f"{expert.name} weights {shape} do not fit {count} labels: fit it again")
 
     def text_scores(
         self, texts: Sequence[str], device: torch.device
@@ -167,19 +169,19 @@ class LabelHead:
         Args:
             scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
                 log-odds.
-            text_scores: those of the text experts; required if there are some.
+            text_scores: the text experts' scores; required if the head has text experts.
         """
         bias = None if self.bias is None else torch.tensor(self.bias)
         if not self.experts and not self.multi_label:
             return label_log_probs(scores, bias, self.temperature)
-        odds = scores.double() if bias is None else scores.double() + bias
+        llm_scores = scores.double() if bias is None else scores.double() + bias
         if not self.experts:
-            odds = odds / self.temperature
+            logits = llm_scores / self.temperature
         elif text_scores is None:
             raise ValueError("an ensemble needs the scores of its text experts")
         else:
-            odds = pool(torch.cat([odds[..., None, :], text_scores], -2), self.expert_weights)
-        return (logsigmoid(odds) if self.multi_label else odds.log_softmax(-1)).float()
+            logits = pool(torch.cat([llm_scores[..., None, :], text_scores], -2), self.expert_weights)
+        return (logsigmoid(logits) if self.multi_label else logits.log_softmax(-1)).float()
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
         """Return the probabilities of `log_probs`."""
@@ -188,10 +190,10 @@ class LabelHead:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """How a fit was made and what it achieved. Predictions do not depend on it.
+    """Record of a fit: its settings, loss and measured accuracy. Predictions do not depend on it.
 
     Attributes:
-        settings: of the fit, JSON-serializable.
+        settings: settings of the fit, JSON-serializable.
         history: mean cross-entropy over the demonstrations in nats, without a prior or penalty: of each epoch
             or pass of `calibrate`; of `anchor` at the start and after each Gauss-Newton step, or at the
             start, on average during each pass of AdamW, and at the end.
@@ -285,12 +287,12 @@ class Injection:
         return alone.with_head(thresholds=self.head.llm_thresholds or default)
 
     def with_encoder(self, encoder: str) -> "Injection":
-        """Return a copy that loads its sentence encoder from another place."""
-        moved = [
+        """Return a copy that loads its sentence encoder from another location."""
+        experts = [
             replace(expert, encoder=encoder) if isinstance(expert, EmbeddingsExpert) else expert
             for expert in self.head.experts
         ]
-        return self.with_head(experts=tuple(moved))
+        return self.with_head(experts=tuple(experts))
 
     def with_report(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `Report`."""
@@ -336,9 +338,10 @@ class Injection:
             I2CLError: on an empty text, or another model.
         """
         self.require_base(decoder, force=force)
-        others = self.head.text_scores(texts, decoder.device)  # first: a missing encoder fails early
+        # before the LLM runs, so that a missing encoder is noticed early
+        text_scores = self.head.text_scores(texts, decoder.device)
         scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
-        return self.head.log_probs(scores, others)
+        return self.head.log_probs(scores, text_scores)
 
     def label_log_mass(
         self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
@@ -373,9 +376,9 @@ class Injection:
         """
         log_probs, labels = self.log_probs(decoder, texts, force=force), self.task.labels
         if not self.task.multi_label:
-            return [labels[place] for place in log_probs.argmax(-1).tolist()]
+            return [labels[index] for index in log_probs.argmax(-1).tolist()]
         rows = self.head.probabilities(log_probs).tolist()
-        return [tuple(labels[place] for place in predicted_labels(row, self.head.thresholds)) for row in rows]
+        return [tuple(labels[index] for index in predicted_labels(row, self.head.thresholds)) for row in rows]
 
     def require_base(self, decoder: Decoder | ModelIdentity, *, force: bool = False) -> None:
         """Check that a decoder is the one that the injection was made on.
@@ -451,10 +454,10 @@ class Injection:
             tensors["word_weights"] = self.head.word_weights
         for expert in self.head.experts:
             tensors |= expert.tensors()
-        kept = () if shared else self.examples
-        artefact.write(folder, tensors, replace(self, examples=kept).description(), name, shared=shared)
-        if kept:
-            artefact.write_examples(folder, self.task, kept)
+        examples = () if shared else self.examples
+        artefact.write(folder, tensors, replace(self, examples=examples).description(), name, shared=shared)
+        if examples:
+            artefact.write_examples(folder, self.task, examples)
 
     @classmethod
     def from_pretrained(
@@ -474,7 +477,7 @@ class Injection:
         folder = Path(name)
         if not folder.exists():
             folder = download(str(name), revision, layout.FILES)
-        injection = cls._of(*artefact.read(folder, str(name)))
+        injection = cls._from_stored(*artefact.read(folder, str(name)))
         injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:
             return injection
@@ -483,7 +486,7 @@ class Injection:
         return injection.with_encoder(absolute(encoder))
 
     @classmethod
-    def _of(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
+    def _from_stored(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
         ensemble = stored.ensemble or artefact.StoredEnsemble(weights={})
         return cls(
             context=tensors["context_vector"],
@@ -510,13 +513,13 @@ class Injection:
     def description(self) -> dict[str, Any]:
         """Return the JSON description that `save_pretrained` writes."""
         head, report = self.head, self.report
-        fitted = report.settings.get("method") == "anchored"  # nothing was extracted
+        is_anchored = report.settings.get("method") == "anchored"  # its vectors are fitted, not extracted
         description = {
             "format_version": artefact.FORMAT_VERSION,
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.demonstrations,
-            "extraction": self.extraction.model_dump(include={"sublayers"} if fitted else None),
+            "extraction": self.extraction.model_dump(include={"sublayers"} if is_anchored else None),
             "positions": self.positions,
             "seed": self.seed,
             "scoring": head.scoring,

@@ -1,4 +1,4 @@
-"""Last step of anchored calibration: one more vector ranks the labels above all other tokens.
+"""Last step of anchored calibration: one more vector makes the labels more probable than other tokens.
 
 Beyond the paper. The loss of anchored calibration compares the labels with each other only. Another token may
 still be more probable than all of them, and greedy decoding would print it. One more vector at the last
@@ -36,7 +36,7 @@ BATCH_ROWS = 128  # rows that run together; each has the logits of a whole vocab
 class LabelMass(NamedTuple):
     """The vector and its effect on the demonstrations."""
 
-    # to be added to the output of the last block; zero if no vector raises the probability
+    # added to the output of the last block; zero if no vector raises the probability
     vector: Float[Tensor, " d"]
     before: float  # mean total probability of the labels' first tokens
     after: float  # the same with the vector
@@ -50,39 +50,41 @@ def raise_label_mass(
     Args:
         decoder: the model.
         queries: token ids of the demonstrations' queries.
-        labels: for first-token or word-level scoring. With words, the head of an export says the label.
+        labels: for first-token or word-level scoring. With word-level scoring, a label's token is its
+            keyword, whose logit in an exported model is the label's score.
         edit: the injection so far.
     """
-    tail = _Tail(decoder, labels)
+    output_layers = _OutputLayers(decoder, labels)
     with decoder.frozen():
-        states = _streams(decoder, queries, edit)
-        vector, before = torch.zeros_like(states[0]), tail.mass(states)
+        states = _final_states(decoder, queries, edit)
+        vector, before = torch.zeros_like(states[0]), output_layers.mass(states)
         with suppress(_NotFiniteError):
-            vector = tail.vector(states, tail.label_directions())
-        typical = states.norm(dim=-1).mean()
-        answers = tail.answers(states)  # a norm with biases, or a head with several layers, may change them
-        while vector.any() and not torch.equal(tail.answers(states + vector), answers):
-            vector = vector / 2 if vector.norm() > MIN_NORM * typical else torch.zeros_like(vector)
-        after = tail.mass(states + vector)
+            vector = output_layers.maximize_mass(states, output_layers.label_directions())
+        mean_norm = states.norm(dim=-1).mean()
+        answers = output_layers.answers(states)
+        # With a norm that has biases, or a head of several layers, the vector may change an answer.
+        while vector.any() and not torch.equal(output_layers.answers(states + vector), answers):
+            vector = vector / 2 if vector.norm() > MIN_NORM * mean_norm else torch.zeros_like(vector)
+        after = output_layers.mass(states + vector)
     if not after > before:  # True for NaN
         vector, after = torch.zeros_like(vector), before
     return LabelMass(vector.cpu(), before, after)
 
 
-def _streams(decoder: Decoder, queries: Sequence[Ids], edit: AffineEdit) -> Float[Tensor, "queries d"]:
+def _final_states(decoder: Decoder, queries: Sequence[Ids], edit: AffineEdit) -> Float[Tensor, "queries d"]:
     """Return the residual stream after the last block at each query's last token, in float32."""
 
     def run(batch: Batch) -> Tensor:
         return decoder.capture(batch, hook_point="hidden", edit=edit)[:, -1, 0]
 
-    streams = stack_rows((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
-    return streams.to(decoder.device)
+    states = stack_rows((batch.rows, states) for batch, states in decoder.run_batches(queries, run))
+    return states.to(decoder.device)
 
 
-class _Ending(Edit):
+class _ReplaceFinalStates(Edit):
     """Replaces the output of the last block.
 
-    As an edit it is on the model only during a pass, so other threads of a server can run in between.
+    An edit is attached to the model only during a pass, so other threads of a server can run in between.
     """
 
     hook_point = "hidden"
@@ -98,32 +100,38 @@ class _Ending(Edit):
         return self.states[:, None].to(output.device, output.dtype) if layer == self.last else None
 
 
-class _Tail:
+class _OutputLayers:
     """The final norm and the LM head of a model.
 
-    States replace the last block's output in rows of one token, so no block runs again.
+    Each state runs as a row of one token whose output of the last block it replaces; the blocks are skipped.
+
+    Attributes:
+        labels: tokens of the labels.
+        label_ids: one token id per label, the representative.
     """
 
     def __init__(self, decoder: Decoder, labels: LabelTokens) -> None:
-        self.decoder, self.tokens, self.labels = decoder, labels, list(labels.representatives)
+        self.decoder, self.labels, self.label_ids = decoder, labels, list(labels.representatives)
         self.replay = Replay(decoder.blocks)
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Compute next-token logits from states of the last block, in float32; gradients flow if enabled."""
-        batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
-        logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states), replay=self.replay)
-        return self.tokens.at_representatives(logits[:, 0].float().to(states.device))
+        batch = make_batch([(self.label_ids[0],)] * len(states), self.decoder.device)
+        logits = self.decoder.forward(
+            batch, edit=_ReplaceFinalStates(self.decoder, states), replay=self.replay
+        )
+        return self.labels.at_representatives(logits[:, 0].float().to(states.device))
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Compute the negative log of the labels' total probability."""
         logits = self.logits(states)
-        return logits.logsumexp(-1) - logits[:, self.labels].logsumexp(-1)
+        return logits.logsumexp(-1) - logits[:, self.label_ids].logsumexp(-1)
 
     def answers(self, states: Float[Tensor, "rows d"]) -> Int[Tensor, " rows"]:
         """Return the most probable label of each row."""
         with torch.no_grad():
             return torch.cat(
-                [self.logits(part)[:, self.labels].argmax(-1) for part in states.split(BATCH_ROWS)]
+                [self.logits(part)[:, self.label_ids].argmax(-1) for part in states.split(BATCH_ROWS)]
             )
 
     def mass(self, states: Float[Tensor, "rows d"]) -> float:
@@ -135,38 +143,41 @@ class _Tail:
     def label_directions(self) -> Float[Tensor, "d directions"]:
         """Return an orthonormal basis of the directions in which the labels' logits differ.
 
-        These are derivatives at a stream of zeros, where the norm is linear.
+        They are computed at a residual stream of zeros, where the norm is linear.
         """
         zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))
         backward = Backward([zero], self.decoder.model.dtype)
         with torch.enable_grad():
-            values = self.logits(zero)[0, self.labels]
-            each = [backward.gradients(value - values[0])[0] for value in values[1:]]
-        slopes = torch.stack(
-            [zero.detach()[0] if gradient is None else gradient[0] for gradient in each], dim=1
+            logits = self.logits(zero)[0, self.label_ids]
+            gradients = [backward.gradients(logit - logits[0])[0] for logit in logits[1:]]
+        differences = torch.stack(
+            [zero.detach()[0] if gradient is None else gradient[0] for gradient in gradients], dim=1
         )
-        if not slopes.isfinite().all():
+        if not differences.isfinite().all():
             raise _NotFiniteError
-        left, sizes, _ = torch.linalg.svd(slopes, full_matrices=False)
-        basis: Tensor = left[:, sizes > 1e-6 * sizes.max()]
+        left_vectors, singular_values, _ = torch.linalg.svd(differences, full_matrices=False)
+        basis: Tensor = left_vectors[:, singular_values > 1e-6 * singular_values.max()]
         return basis
 
-    def vector(
-        self, states: Float[Tensor, "rows d"], apart: Float[Tensor, "d directions"]
+    def maximize_mass(
+        self, states: Float[Tensor, "rows d"], label_directions: Float[Tensor, "d directions"]
     ) -> Float[Tensor, " d"]:
-        """Search the vector by L-BFGS from zero; stop early if a loss is not finite."""
-        size = states.square().mean().sqrt()
+        """Find the vector, orthogonal to ``label_directions``, by L-BFGS from zero.
+
+        Stops early if a loss is not finite.
+        """
+        rms = states.square().mean().sqrt()
         u = torch.nn.Parameter(torch.zeros_like(states[0]))
         backward = Backward([u], self.decoder.model.dtype)
         limits = {"max_eval": MAX_EVALUATIONS, "max_iter": MAX_EVALUATIONS}
         optimizer = torch.optim.LBFGS([u], **limits, line_search_fn="strong_wolfe")
-        best = (math.inf, torch.zeros_like(states[0]))
+        best_loss, best_vector = math.inf, torch.zeros_like(states[0])
 
         def projected() -> Tensor:
-            return size * (u - apart @ (apart.T @ u))
+            return rms * (u - label_directions @ (label_directions.T @ u))
 
         def evaluate() -> float:
-            nonlocal best
+            nonlocal best_loss, best_vector
             optimizer.zero_grad()
             with torch.enable_grad():
                 value = RIDGE * u.square().mean()
@@ -178,14 +189,14 @@ class _Tail:
                     total += loss.item()
             if not math.isfinite(total):
                 raise _NotFiniteError
-            if total < best[0]:
-                best = total, projected().detach().clone()
+            if total < best_loss:
+                best_loss, best_vector = total, projected().detach().clone()
             return total
 
         with suppress(_NotFiniteError):
             optimizer.step(evaluate)
-        return best[1]
+        return best_vector
 
 
 class _NotFiniteError(Exception):
-    """Ends the search when the model's precision overflows."""
+    """Ends the search when a value overflows in the model's precision."""

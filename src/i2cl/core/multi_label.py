@@ -1,10 +1,10 @@
 """The objective of a multi-label task: the logistic loss of each label.
 
 Beyond the paper. Every pair of an example and a label is a classification with two answers: the label's score
-against a threshold. The score is a log-odds of the label's words against a reference word
-(`i2cl.models.label_tokens.LabelTokens`), the threshold is chosen under the plain model so that the label is
+against a threshold. The score is the log-odds of the label's words against a reference word
+(`i2cl.models.label_tokens.LabelTokens`). The threshold is chosen under the plain model so that the label is
 on average as probable as it is frequent among the examples. The solvers see these pairs as examples with one
-wrong answer each, whose cross-entropy is the logistic loss and has a diagonal curvature.
+wrong answer each: their cross-entropy is the logistic loss, whose Hessian in the scores is diagonal.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class MultiLabelObjective(Objective):
     """The loss of anchored calibration for a multi-label task.
 
     Attributes:
-        bias: minus the threshold of each label's score, in nats; set by `start`.
+        bias: minus the threshold of each label's score, in nats; set by `start_scores`.
     """
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class MultiLabelObjective(Objective):
         """-1 where an example has the label, 1 where it does not."""
         return 1 - 2 * self.gold
 
-    def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
+    def start_scores(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
         """Set the bias, and return the label scores under the plain model."""
         scores = self.scorer.labels.scores_from_tokens(tokens)
         self.bias = frequency_bias(scores, self.gold)
@@ -85,18 +85,18 @@ class MultiLabelObjective(Objective):
         return torch.diag_embed(self.signs)
 
     def _gold_directions(self) -> Float[Tensor, "n labels"]:
-        """Return the direction of one label per example, in turn."""
+        """Return the derivative of one label's score per example; the labels take turns."""
         labels = self.gold.shape[1]
         return torch.eye(labels)[torch.arange(len(self.gold)) % labels] / 2
 
-    def _score_variance(self, slopes: Float[Tensor, "n labels parameters"]) -> Float[Tensor, " parameters"]:
-        return score_variance(slopes.flatten(0, 1)[:, None], self._pair_weights)
+    def _score_variance(self, jacobian: Float[Tensor, "n labels parameters"]) -> Float[Tensor, " parameters"]:
+        return score_variance(jacobian.flatten(0, 1)[:, None], self._pair_weights)
 
     def _linearization(
-        self, scores: Float[Tensor, "n labels"], slopes: Float[Tensor, "n labels parameters"]
+        self, scores: Float[Tensor, "n labels"], jacobian: Float[Tensor, "n labels parameters"]
     ) -> Linearization:
         differences = (self.signs * scores).double().view(-1, 1)
-        return Linearization(differences, slopes.flatten(0, 1), self._pair_weights)
+        return Linearization(differences, jacobian.flatten(0, 1), self._pair_weights)
 
     @property
     def _pair_weights(self) -> Float[Tensor, " pairs"] | None:
@@ -108,11 +108,11 @@ class MultiLabelObjective(Objective):
 
 
 def indicators(rows: Examples, labels: int) -> Bool[np.ndarray, "rows labels"]:
-    """Return which labels each row has."""
-    table = np.zeros((len(rows), labels), dtype=bool)
-    for number, row in enumerate(rows):
-        table[number, list(row.ids)] = True
-    return table
+    """Return the label indicator matrix: which labels each row has."""
+    matrix = np.zeros((len(rows), labels), dtype=bool)
+    for index, row in enumerate(rows):
+        matrix[index, list(row.ids)] = True
+    return matrix
 
 
 def frequency_bias(
@@ -140,8 +140,8 @@ def require_multi_label(task: Task, demonstrations: Examples) -> None:
     counts = [sum(label in example.ids for example in demonstrations) for label in range(len(task.labels))]
     for word, count in zip(task.labels, counts, strict=True):
         if count in {0, len(demonstrations)}:
-            share, rows = ("all", "without") if count else ("no", "with")
+            quantifier, preposition = ("all", "without") if count else ("no", "with")
             raise I2CLError(
-                f"{share} demonstrations have the label {word!r}, so it cannot be learned: add rows {rows} "
-                "it, or leave the label out"
+                f"{quantifier} demonstrations have the label {word!r}, so it cannot be learned: add rows "
+                f"{preposition} it, or leave the label out"
             )

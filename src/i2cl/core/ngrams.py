@@ -26,8 +26,8 @@ def count_ngrams(texts: Sequence[str]) -> list[Counts]:
     buckets = dict(zip(ngrams, (_murmurhash3(ngrams) % HASH_BUCKETS).tolist(), strict=True))
     counts = []
     for counter in counters:
-        found, places = np.unique([buckets[ngram] for ngram in counter], return_inverse=True)
-        counts.append((found, np.bincount(places, list(counter.values()))))
+        text_buckets, inverse = np.unique([buckets[ngram] for ngram in counter], return_inverse=True)
+        counts.append((text_buckets, np.bincount(inverse, list(counter.values()))))
     return counts
 
 
@@ -57,7 +57,7 @@ def _murmurhash3(strings: Sequence[str]) -> Int[np.ndarray, " strings"]:
         state = np.zeros(len(rows), np.uint32)
         for index, block in enumerate(padded.view("<u4").T, start=1):
             state ^= _rotate(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-            if 4 * index <= length:  # not for the rest of fewer than four bytes
+            if 4 * index <= length:  # skipped for a last block of fewer than four bytes
                 state = _rotate(state, 13) * np.uint32(5) + np.uint32(0xE6546B64)
         state ^= np.uint32(length)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

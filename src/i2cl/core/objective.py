@@ -28,8 +28,8 @@ from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
 ROW_COPIES = 4  # copies of a row's vectors during a backward pass
-MIN_RELATIVE_SLOPE = 1e-3  # sublayers below this share of the mean slope are not scaled up further
-SLICE = 2**14  # parameters that are reduced at once
+MIN_RELATIVE_RMS = 1e-3  # lower bound of a sublayer's RMS derivative, relative to the mean of all sublayers
+SLICE = 2**14  # columns of the Jacobian that are processed at once
 WORD_SHARE = 0.3  # prior variance of label scores due to word weights, relative to the one due to vectors
 
 
@@ -46,12 +46,13 @@ class Solution(NamedTuple):
 class Linearization(NamedTuple):
     """Label scores linearized around some parameters.
 
-    There is one difference for each pair of an example and a wrong label.
+    A pair is an example and one of its wrong labels; its difference is the wrong label's score minus the gold
+    label's.
     """
 
-    differences: Float[Tensor, "n others"]  # wrong label's score minus gold label's, in nats, float64
-    jacobian: Float[Tensor, "n_others parameters"]  # of the differences
-    example_weights: Float[Tensor, " n"] | None = None  # of the examples' losses, in float64; None: 1 each
+    differences: Float[Tensor, "n wrong_labels"]  # of the pairs, in nats, float64
+    jacobian: Float[Tensor, "n_pairs parameters"]  # derivatives of the differences
+    example_weights: Float[Tensor, " n"] | None = None  # weights of the examples' losses; None: 1 each
 
 
 @dataclass(eq=False)
@@ -64,9 +65,10 @@ class Objective:
     Attributes:
         scorer: the task on the frozen model.
         demonstrations: labelled examples.
-        sublayers: which have a vector.
-        unit: what each vector's parameters are multiplied by; set by `first` or `set_unit_by_gold`.
-        words: the word weights, once `first` or `fit_words` has set their unit; None for other scorings.
+        sublayers: which sublayers have a vector.
+        unit: factor from parameters to vectors; set by `linearize_start` or `set_unit_by_gold`.
+        words: the word weights, once `linearize_start` or `fit_words` has added them; None without word-level
+            scoring.
     """
 
     scorer: LabelScorer
@@ -104,7 +106,7 @@ class Objective:
         return self.sublayers in {"both", "mlp"}
 
     def vectors(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sublayers d"]:
-        """Return the vectors of some parameters."""
+        """Return the vectors that the parameters stand for."""
         return self.unit * parameters[: self.vector_size].view_as(self.unit)
 
     def edit(self, parameters: Float[Tensor, " parameters"]) -> AffineEdit:
@@ -113,13 +115,13 @@ class Objective:
         return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.hook_point)
 
     def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "tokens labels"] | None:
-        """Return the word weights of some parameters, or None where there are none."""
+        """Return the word weights that the parameters stand for; None without word-level scoring."""
         if self.words is None:
             return None
         return self.words.at(parameters[self.vector_size :].view_as(self.words.start))
 
     def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
-        """Return the label tokens, with the word weights of some parameters."""
+        """Return the label tokens, with the word weights that the parameters stand for."""
         weights, labels = self.word_weights(parameters), self.scorer.labels
         return labels if weights is None else labels.with_word_weights(weights)
 
@@ -128,36 +130,36 @@ class Objective:
         labels, edit = self.labels(parameters), self.edit(parameters)
         return score(self.scorer.decoder, self.queries, labels, edit=edit)
 
-    def first(self) -> tuple[Linearization, Float[Tensor, "n labels"], float]:
+    def linearize_start(self) -> tuple[Linearization, Float[Tensor, "n labels"], float]:
         """Linearize around the plain model, and set the units of the vectors and of the word weights.
 
         Returns:
-            The linearization; the label scores; and the variance of the label scores under a unit prior.
+            The linearization, the label scores, and the variance of the label scores under a unit prior.
 
         Raises:
             I2CLError: if scores or derivatives are not finite.
         """
         size, labels = self.size, self.scorer.labels
-        slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
-        vectors = slopes[..., : self.vector_size]
+        jacobian = torch.empty(size.examples, size.labels - 1, size.parameters)
+        vector_columns = jacobian[..., : self.vector_size]
         zeros = torch.zeros(size.parameters)
-        tokens = self._differentiate(slopes, zeros, self.rows, self._directions())
-        factor, variance = self._set_unit(self._score_variance(vectors))
-        vectors.mul_(factor)
+        tokens = self._differentiate(jacobian, zeros, self.rows, self._directions())
+        factor, variance = self._set_unit(self._score_variance(vector_columns))
+        vector_columns.mul_(factor)
         if labels.words:
             self.fit_words(tokens, variance)
-            self._differentiate_words(slopes, tokens, self.rows)
-        scores = self.start(tokens)
-        return self._linearization(scores, slopes), scores, variance
+            self._differentiate_words(jacobian, tokens, self.rows)
+        scores = self.start_scores(tokens)
+        return self._linearization(scores, jacobian), scores, variance
 
-    def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
-        """Return the label scores under the plain model, given its `token_scores`."""
+    def start_scores(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
+        """Return the label scores at the start, under the plain model, given its `token_scores`."""
         return self.scorer.labels.scores_from_tokens(tokens)
 
     def label_scores(
         self, tokens: Float[Tensor, "n tokens"], parameters: Float[Tensor, " parameters"]
     ) -> Float[Tensor, "n labels"]:
-        """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
+        """Compute label scores from the log-probabilities or logits of the labels' tokens."""
         return self.labels(parameters).scores_from_tokens(tokens)
 
     def losses(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
@@ -184,17 +186,21 @@ class Objective:
             return like.new_ones(len(rows))
         return self.example_weights[rows].to(like) * (len(self.queries) / self.total_weight)
 
-    def _directions(self) -> Float[Tensor, "n others labels"]:
-        """Return the derivatives of the pairs with respect to the label scores."""
+    def _directions(self) -> Float[Tensor, "n wrong_labels labels"]:
+        """Return the derivative of each pair's difference with respect to the label scores."""
         return score_directions(self.gold, len(self.scorer.labels.sequences))
 
-    def _score_variance(self, slopes: Float[Tensor, "n others parameters"]) -> Float[Tensor, " parameters"]:
-        return score_variance(slopes, self.example_weights)
+    def _score_variance(
+        self, jacobian: Float[Tensor, "n wrong_labels parameters"]
+    ) -> Float[Tensor, " parameters"]:
+        return score_variance(jacobian, self.example_weights)
 
     def _linearization(
-        self, scores: Float[Tensor, "n labels"], slopes: Float[Tensor, "n others parameters"]
+        self, scores: Float[Tensor, "n labels"], jacobian: Float[Tensor, "n wrong_labels parameters"]
     ) -> Linearization:
-        return Linearization(score_differences(scores, self.gold), slopes.flatten(0, 1), self.example_weights)
+        return Linearization(
+            score_differences(scores, self.gold), jacobian.flatten(0, 1), self.example_weights
+        )
 
     def fit_words(self, tokens: Float[Tensor, "n tokens"], variance: float | None = None) -> None:
         """Add word weights to the parameters.
@@ -209,34 +215,41 @@ class Objective:
         if variance is not None:
             self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
 
-    def set_unit_by_gold(self, most: int = MAX_UNIT_EXAMPLES) -> float:
-        """Set the unit from the gold labels of up to ``most`` demonstrations.
+    def set_unit_by_gold(self, max_examples: int = MAX_UNIT_EXAMPLES) -> float:
+        """Set the unit from the gold labels of up to ``max_examples`` demonstrations.
 
         A cheap estimate of `score_variance`: with balanced classes the gold label stands in for a label drawn
-        at random, so one backward pass is enough.
+        at random, so one backward pass per demonstration is enough.
 
         Returns:
             The variance of the label scores under a unit prior.
         """
-        if len(self.queries) > most:
-            part = replace(self, demonstrations=tuple(Random(0).sample(self.demonstrations, most)))
-            variance = part.set_unit_by_gold(most)
-            self.unit = part.unit
+        if len(self.queries) > max_examples:
+            sample = replace(self, demonstrations=tuple(Random(0).sample(self.demonstrations, max_examples)))
+            variance = sample.set_unit_by_gold(max_examples)
+            self.unit = sample.unit
             return variance
         directions = self._gold_directions()
-        slopes = torch.empty(len(directions), 1, self.vector_size)
-        self._differentiate(slopes, torch.zeros(self.vector_size), self.rows, directions[:, None])
-        return self._set_unit(weighted_mean(slopes[:, 0].square_(), self.example_weights))[1]
+        jacobian = torch.empty(len(directions), 1, self.vector_size)
+        self._differentiate(jacobian, torch.zeros(self.vector_size), self.rows, directions[:, None])
+        return self._set_unit(weighted_mean(jacobian[:, 0].square_(), self.example_weights))[1]
 
     def _gold_directions(self) -> Float[Tensor, "n labels"]:
+        """Return the derivative of the gold label's score minus the mean score, for each demonstration."""
         labels = len(self.scorer.labels.sequences)
         return one_hot(self.gold, labels).float() - 1 / labels
 
-    def _set_unit(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
-        """Set the unit; return its factor, and the variance of the label scores under a unit prior."""
-        factor = balanced_unit(spread, self.unit.shape[-1])
+    def _set_unit(
+        self, variances: Float[Tensor, " parameters"]
+    ) -> tuple[Float[Tensor, " parameters"], float]:
+        """Set the unit to `balanced_unit`.
+
+        Returns:
+            The factor by which the unit changed, and the variance of the label scores under a unit prior.
+        """
+        factor = balanced_unit(variances, self.unit.shape[-1])
         self.unit = self.unit * factor.view_as(self.unit)
-        return factor, float((spread * factor.square()).sum())
+        return factor, float((variances * factor.square()).sum())
 
     def relinearize(
         self,
@@ -245,127 +258,150 @@ class Objective:
         scores: Float[Tensor, "n labels"],
         chosen: Sequence[int],
     ) -> Linearization:
-        """Linearize around other parameters, of which the label scores are known.
+        """Linearize again around other parameters, whose label scores are known.
 
         Only the ``chosen`` demonstrations are differentiated again. Overwrites ``point.jacobian`` in place.
         """
-        slopes = point.jacobian.view(len(self.queries), -1, point.jacobian.shape[1])
+        jacobian = point.jacobian.view(len(self.queries), -1, point.jacobian.shape[1])
         if chosen:
-            tokens = self._differentiate(slopes, parameters, chosen, self._directions())
-            self._differentiate_words(slopes, tokens, chosen)
-        return self._linearization(scores, slopes)
+            tokens = self._differentiate(jacobian, parameters, chosen, self._directions())
+            self._differentiate_words(jacobian, tokens, chosen)
+        return self._linearization(scores, jacobian)
 
     def _differentiate(
         self,
-        slopes: Float[Tensor, "n pairs parameters"],
+        jacobian: Float[Tensor, "n pairs parameters"],
         parameters: Float[Tensor, " parameters"],
         rows: Sequence[int],
         directions: Float[Tensor, "n pairs labels"],
     ) -> Float[Tensor, "rows tokens"]:
-        """Write the derivatives of all pairs of some rows in the vectors; return token scores of the rows.
+        """Compute the derivatives of the pairs of some rows with respect to the vectors.
 
-        Raises I2CLError if one of them is not finite.
+        Args:
+            jacobian: receives the derivatives, in the columns of the vectors.
+            parameters: where to differentiate.
+            rows: the demonstrations to differentiate.
+            directions: derivative of each pair's difference with respect to the label scores.
+
+        Returns:
+            The `token_scores` of the rows.
+
+        Raises:
+            I2CLError: if a derivative or a token score is not finite.
         """
         decoder, labels = self.scorer.decoder, self.labels(parameters)
 
         def differentiate(batch: Batch) -> Tensor:
-            chosen = [rows[number] for number in batch.rows]
-            leaf, edit = self._row_vectors(parameters, batch.rows, len(rows))
-            backward = Backward([leaf], decoder.model.dtype)
+            chosen = [rows[index] for index in batch.rows]
+            vectors, edit = self._row_vectors(parameters, batch.rows, len(rows))
+            backward = Backward([vectors], decoder.model.dtype)
             with torch.enable_grad():
                 logits = decoder.forward(batch, edit=edit)[:, 0].float()
                 tokens = logits[:, list(labels.tokens)]
                 scores = labels.scores_from_tokens(tokens)
                 for pair in range(directions.shape[1]):
                     decoder.pause()
-                    (slope,) = backward.gradients((scores * directions[chosen, pair].to(scores)).sum())
-                    slopes[chosen, pair, : self.vector_size] = self._in_units(slope)
+                    (gradient,) = backward.gradients((scores * directions[chosen, pair].to(scores)).sum())
+                    jacobian[chosen, pair, : self.vector_size] = self._chain_unit(gradient)
             return tokens.detach().cpu()
 
         batches = decoder.run_batches(
             [self.queries[row] for row in rows], differentiate, training=True, row_bytes=self._row_bytes
         )
         tokens = stack_rows((batch.rows, tokens) for batch, tokens in batches)
-        _require_finite(tokens, *(slopes[row, :, : self.vector_size] for row in rows))
+        _require_finite(tokens, *(jacobian[row, :, : self.vector_size] for row in rows))
         return tokens
 
     def _differentiate_words(
         self,
-        slopes: Float[Tensor, "n others parameters"],
+        jacobian: Float[Tensor, "n wrong_labels parameters"],
         tokens: Float[Tensor, "rows tokens"],
         rows: Sequence[int],
     ) -> None:
-        """Write the derivatives of the pairs of some demonstrations in the word weights."""
+        """Write the derivatives of the pairs of some rows with respect to the word weights, if any."""
         if self.words is not None:
             directions = self._directions()[list(rows)]
-            slopes[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
+            jacobian[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
 
     @property
     def _row_bytes(self) -> int:
-        """Memory of a row's vectors, their gradient, and the buffers that it is gathered from."""
+        """Memory of a row's copy of the vectors, its gradient, and the buffers of the backward pass."""
         return 4 * ROW_COPIES * self.vector_size
 
     def _row_vectors(
         self, parameters: Float[Tensor, " parameters"], rows: Sequence[int], count: int
     ) -> tuple[torch.nn.Parameter, AffineEdit]:
-        """Return a copy of the vectors for each row of a batch, out of ``count`` rows, and their edit."""
+        """Copy the vectors for each row of a batch, so that one backward pass yields a gradient per row.
+
+        Args:
+            parameters: of the vectors.
+            rows: the rows of the batch.
+            count: number of rows in all batches.
+
+        Returns:
+            The copies, and the edit that adds to each row its own copy.
+        """
         device = self.scorer.decoder.device
-        leaf = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
-        place = torch.zeros(count, dtype=torch.long, device=device)
-        place[list(rows)] = torch.arange(len(rows), device=device)
-        return leaf, AffineEdit(leaf, torch.ones(leaf.shape[:-1], device=device), self.hook_point, place)
+        copies = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
+        copy_of_row = torch.zeros(count, dtype=torch.long, device=device)
+        copy_of_row[list(rows)] = torch.arange(len(rows), device=device)
+        scale = torch.ones(copies.shape[:-1], device=device)
+        return copies, AffineEdit(copies, scale, self.hook_point, copy_of_row)
 
-    def _in_units(self, slopes: Tensor | None) -> Float[Tensor, "batch parameters"]:
-        if slopes is None:
+    def _chain_unit(self, gradient: Tensor | None) -> Float[Tensor, "batch parameters"]:
+        """Convert gradients with respect to the vectors to gradients with respect to the parameters."""
+        if gradient is None:
             raise I2CLError("the label scores do not depend on the sublayers: is this the right model?")
-        return (self.unit * slopes.cpu()).flatten(1)
+        return (self.unit * gradient.cpu()).flatten(1)
 
 
-def wrong_labels(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"]:
+def wrong_labels(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n wrong_labels"]:
     """Return every label but the gold one, in order."""
-    every = torch.arange(labels).expand(len(gold), -1)
-    return every[every != gold[:, None]].view(len(gold), labels - 1)
+    candidates = torch.arange(labels).expand(len(gold), -1)
+    return candidates[candidates != gold[:, None]].view(len(gold), labels - 1)
 
 
-def score_directions(gold: Int[Tensor, " n"], labels: int) -> Float[Tensor, "n others labels"]:
-    """Return the derivatives of the differences with respect to the label scores."""
+def score_directions(gold: Int[Tensor, " n"], labels: int) -> Float[Tensor, "n wrong_labels labels"]:
+    """Return the derivative of each `score_differences` with respect to the label scores."""
     return (one_hot(wrong_labels(gold, labels), labels) - one_hot(gold, labels)[:, None]).float()
 
 
 def score_differences(
     scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]
-) -> Float[Tensor, "n others"]:
+) -> Float[Tensor, "n wrong_labels"]:
     """Return each wrong label's score minus the gold label's, in float64."""
-    wide = scores.double()
-    return wide.gather(1, wrong_labels(gold, scores.shape[1])) - wide.gather(1, gold[:, None])
+    scores = scores.double()
+    return scores.gather(1, wrong_labels(gold, scores.shape[1])) - scores.gather(1, gold[:, None])
 
 
 def score_variance(
-    slopes: Float[Tensor, "n others parameters"], weights: Float[Tensor, " n"] | None
+    jacobian: Float[Tensor, "n wrong_labels parameters"], weights: Float[Tensor, " n"] | None
 ) -> Float[Tensor, " parameters"]:
     """Return the variance over labels of the scores' derivatives, averaged over demonstrations.
 
-    This is the diagonal of the Fisher information where all labels are equally probable. Whatever all labels
-    share does not count.
+    This is the diagonal of the Fisher information where all labels are equally probable. A change that all
+    label scores share does not count.
     """
-    labels = slopes.shape[1] + 1
+    labels = jacobian.shape[1] + 1
     means = []
-    for part in slopes.split(SLICE, dim=2):
+    for part in jacobian.split(SLICE, dim=2):
         # The gold label's own difference is 0.
         mean, squares = part.sum(1) / labels, part.square().sum(1) / labels
         means.append(weighted_mean(squares - mean.square(), weights))
     return torch.cat(means)
 
 
-def balanced_unit(spread: Float[Tensor, " parameters"], vector_length: int) -> Float[Tensor, " parameters"]:
+def balanced_unit(
+    variances: Float[Tensor, " parameters"], vector_length: int
+) -> Float[Tensor, " parameters"]:
     """Return the unit in which all sublayers move the label scores equally.
 
     Args:
-        spread: the `score_variance` of each parameter.
+        variances: the `score_variance` of each parameter.
         vector_length: number of consecutive parameters that form a vector and share a unit.
     """
-    size = spread.view(-1, vector_length).mean(1).sqrt().repeat_interleave(vector_length)
-    return 1 / size.clamp_min(MIN_RELATIVE_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
+    rms = variances.view(-1, vector_length).mean(1).sqrt().repeat_interleave(vector_length)
+    return 1 / rms.clamp_min(MIN_RELATIVE_RMS * rms.mean()) if rms.any() else torch.ones_like(rms)
 
 
 def weighted_mean(

@@ -12,7 +12,7 @@ from typing import Literal
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
 
-Solver = Literal["auto", "gauss_newton", "adamw"]  # Gauss-Newton in a kernel, or AdamW
+Solver = Literal["auto", "gauss_newton", "adamw"]
 
 MAX_EXAMPLES = 16_384  # one pass over more would take hours
 MAX_LABELS = 4096
@@ -23,7 +23,7 @@ MAX_UNIT_EXAMPLES = 256  # AdamW estimates the unit of each sublayer on up to th
 JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, relative to its size
 ADAMW_COPIES = 5  # parameter vectors that AdamW holds: values, gradient, two moments, one temporary
 SOLVER_MATRICES = 5  # square float64 matrices of the Newton solver
-FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
+FREE_MEMORY_SHARE = 0.25  # default memory limit of a fit, relative to the free memory
 
 # Cost of passes over the examples, in units of one inference pass.
 TRAINING_FORWARD = 1.5
@@ -35,15 +35,15 @@ RETRIES = 2  # inference passes of a later step, which may be tried again with m
 
 ADAMW = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 ADAMW_WORDS = ADAMW.model_copy(update={"epochs": 8, "batch_size": 16})  # word-level scoring
-MIN_ADAMW_STEPS = 240  # few examples take smaller batches, then more epochs, to get there
-MAX_EPOCHS_BY_BATCH = 10  # epochs up to which smaller batches provide these steps
+MIN_ADAMW_STEPS = 240  # fits of few examples reach it by smaller batches, then by more epochs
+MAX_EPOCHS_BY_BATCH = 10  # epochs up to which batches are made smaller instead
 MIN_BATCH_SIZE = 4
-MAX_VISITS = 12_800  # examples read in all epochs together, unless one epoch already has more
+MAX_VISITS = 12_800  # examples of all epochs together, unless a single epoch has more
 
 
 @dataclass(frozen=True)
 class FitSize:
-    """What the cost of a fit depends on.
+    """Dimensions of a fit that determine its cost.
 
     Attributes:
         examples: number of demonstrations.
@@ -123,13 +123,13 @@ def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int =
 
 
 def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
-    wrong = size.labels - 1
-    first = TRAINING_FORWARD + BACKWARD * wrong + 1
+    linearization = TRAINING_FORWARD + BACKWARD * (size.labels - 1)
+    first_step = linearization + 1
     if steps <= 1:
-        return FitPlan("gauss_newton", first + TRAINING_FORWARD)
+        return FitPlan("gauss_newton", first_step + TRAINING_FORWARD)
     share = LATER_WORD_STEP if size.words else LATER_STEP
-    later = (steps - 1) * (share * (TRAINING_FORWARD + BACKWARD * wrong) + RETRIES)
-    return FitPlan("gauss_newton", first + later + TRAINING_FORWARD)
+    later_steps = (steps - 1) * (share * linearization + RETRIES)
+    return FitPlan("gauss_newton", first_step + later_steps + TRAINING_FORWARD)
 
 
 def _adamw(size: FitSize, warning: str) -> FitPlan:
@@ -141,15 +141,16 @@ def _adamw(size: FitSize, warning: str) -> FitPlan:
 def adamw_schedule(examples: int, *, words: bool = False) -> TrainConfig:
     """Return epochs, batch size and learning rates for a number of examples.
 
-    ``words`` says that labels are scored by their words, whose weights are fitted too.
+    ``words``: whether scoring is word-level, which fits word weights too.
     """
-    usual = ADAMW_WORDS if words else ADAMW
-    size = usual.batch_size
+    default = ADAMW_WORDS if words else ADAMW
+    batch_size = default.batch_size
     if not words:
-        size = min(max(math.ceil(examples * MAX_EPOCHS_BY_BATCH / MIN_ADAMW_STEPS), MIN_BATCH_SIZE), size)
-    enough = math.ceil(MIN_ADAMW_STEPS / math.ceil(examples / size))
-    epochs = max(enough, min(usual.epochs, math.ceil(MAX_VISITS / examples)))
-    return usual.model_copy(update={"batch_size": size, "epochs": epochs})
+        small_batch = math.ceil(examples * MAX_EPOCHS_BY_BATCH / MIN_ADAMW_STEPS)
+        batch_size = min(max(small_batch, MIN_BATCH_SIZE), batch_size)
+    min_epochs = math.ceil(MIN_ADAMW_STEPS / math.ceil(examples / batch_size))
+    epochs = max(min_epochs, min(default.epochs, math.ceil(MAX_VISITS / examples)))
+    return default.model_copy(update={"batch_size": batch_size, "epochs": epochs})
 
 
 def check_fit_size(examples: int, labels: int) -> None:

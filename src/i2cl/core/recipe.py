@@ -41,7 +41,7 @@ class ExtractConfig(Settings):
     Attributes:
         sublayers: whose outputs are captured and later edited: both sublayers, one of them, or each block's
             output, called hidden ("Target Module" ablation).
-        token: which token of a demonstration is kept.
+        token: which token of a demonstration is captured.
         separator: end each demonstration with the template's separator, whose token is then the last one (as
             in the released code behind all published numbers), or with the label.
     """
@@ -90,14 +90,14 @@ class CalibrationConfig(TrainConfig):
 
     @field_validator("layers", mode="before")
     @classmethod
-    def _listed(cls, value: object) -> object:
+    def _parse_layers(cls, value: object) -> object:
         """Parse ``"0,3,5"`` from the command line."""
         if isinstance(value, str) and value.replace(",", "").replace(" ", "").isdigit():
             return tuple(int(part) for part in value.split(","))
         return value
 
     @model_validator(mode="after")
-    def _can_move(self) -> Self:
+    def _check_start(self) -> Self:
         """Check the start of formulas that clip a coefficient at 0, where its gradient vanishes."""
         if (self.formula == "add" and self.init_lambda <= 0) or (
             self.formula == "balance" and self.init_beta <= 0
@@ -119,10 +119,13 @@ class CalibrationConfig(TrainConfig):
         return self.passes if self.optimizer == "lbfgs" else self.epochs
 
     def active(self, layers: int, sublayers: Sublayers) -> Bool[Tensor, "layers sublayers"]:
-        """Return what is trained; the rest keeps (0, 1). Raises I2CLError on unknown or no layers."""
-        ends = {"all": (0, 3), "early": (0, 1), "middle": (1, 2), "late": (2, 3)}  # in thirds
+        """Return which sublayers are trained; the others keep (0, 1).
+
+        Raises I2CLError if a layer does not exist, or none is chosen.
+        """
+        thirds = {"all": (0, 3), "early": (0, 1), "middle": (1, 2), "late": (2, 3)}  # start and end
         if isinstance(self.layers, str):
-            chosen = list(range(*(third * layers // 3 for third in ends[self.layers])))
+            chosen = list(range(*(third * layers // 3 for third in thirds[self.layers])))
         else:
             chosen = list(self.layers)
         if not chosen or not all(0 <= layer < layers for layer in chosen):
@@ -134,9 +137,9 @@ class CalibrationConfig(TrainConfig):
         return mask
 
     def start(self, active: Bool[Tensor, "layers sublayers"]) -> Float[Tensor, "layers sublayers 2"]:
-        """Return the initial coefficients: (0, 1) where nothing is trained."""
-        first = torch.tensor([self.init_lambda, 1.0 if self.formula == "add" else self.init_beta])
-        return torch.where(active[..., None], first, torch.tensor([0.0, 1.0]))
+        """Return the initial coefficients; (0, 1) for sublayers that are not trained."""
+        initial = torch.tensor([self.init_lambda, 1.0 if self.formula == "add" else self.init_beta])
+        return torch.where(active[..., None], initial, torch.tensor([0.0, 1.0]))
 
     def parameters(self, layers: int, sublayers: Sublayers) -> int:
         """Return the number of trained scalars: lambda of each active sublayer, and beta unless fixed."""

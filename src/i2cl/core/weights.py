@@ -56,7 +56,7 @@ def apply_class_weight(
             if classes are equally frequent; or (label word, weight) pairs.
 
     Raises:
-        I2CLError: if a label word is not one of the task's while some class has no weight.
+        I2CLError: if some class has no weight, and a weight names no label: probably a typing error.
     """
     if class_weight is None:
         return tuple(demonstrations)
@@ -64,8 +64,8 @@ def apply_class_weight(
     for example in demonstrations:
         totals[example.label] += example.weight
     if class_weight == "balanced":
-        whole = sum(totals.values()) / len(totals)
-        factors = {label: whole / total for label, total in totals.items()}
+        mean_total = sum(totals.values()) / len(totals)
+        factors = {label: mean_total / total for label, total in totals.items()}
     else:
         by_word = dict(class_weight)
         unknown = sorted(by_word.keys() - set(labels))

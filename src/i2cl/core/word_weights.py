@@ -22,12 +22,12 @@ from i2cl.models.scoring import score
 class WordWeights:
     """Word weights as a function of parameters that start at zero.
 
-    The parameters are in a unit of one over the root of the Fisher information where all labels are equally
+    The unit of the parameters is one over the root of the Fisher information where all labels are equally
     probable, averaged over all weights. Anchored calibration scales the vector of a sublayer in the same way.
     """
 
     def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n tokens"]) -> None:
-        """``tokens``: `token_scores` of the demonstrations."""
+        """``tokens`` are the `token_scores` of the demonstrations."""
         self.start, count = labels.word_weights, len(labels.sequences)
         variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
         self.unit = count / math.sqrt(max(variance, 1e-12) * (count - 1))
@@ -37,9 +37,9 @@ class WordWeights:
         return self.start.to(parameters) + self.unit * (parameters - parameters.mean(0))
 
     def jacobian(
-        self, tokens: Float[Tensor, "n tokens"], directions: Float[Tensor, "n others labels"]
-    ) -> Float[Tensor, "n others parameters"]:
-        """Return the derivatives of directions in the label scores with respect to the parameters."""
+        self, tokens: Float[Tensor, "n tokens"], directions: Float[Tensor, "n wrong_labels labels"]
+    ) -> Float[Tensor, "n wrong_labels parameters"]:
+        """Return the derivatives with respect to the parameters of the label scores along ``directions``."""
         clamped = tokens.clamp(min=MIN_TOKEN_SCORE)
         centered = self.unit * (clamped - clamped.mean(-1, keepdim=True))
         return torch.einsum("nt,nol->notl", centered, directions).flatten(2)
