@@ -109,7 +109,7 @@ class EnsembleConfig(Settings):
 
         Args:
             texts: samples of the language.
-            device: of the sentence encoder.
+            device: device of the sentence encoder.
         """
         names = self.members()
         if EmbeddingsExpert.name not in names or self.experts is not None or self.encoder is not None:
@@ -126,14 +126,14 @@ class EnsembleConfig(Settings):
 def fit_ensemble(
     injection: Injection, config: EnsembleConfig, llm: WeightPrior, demonstrations: Examples, device: str
 ) -> Injection:
-    """Fit text experts, and pool an injection with them at the typical weights of the members.
+    """Fit text experts, and pool an injection with them at the prior means of the members' weights.
 
     Args:
-        injection: the LLM.
+        injection: the fitted injection.
         config: which experts.
         llm: prior of the LLM's weight.
         demonstrations: labelled examples, with their weights.
-        device: of the sentence encoder.
+        device: device of the sentence encoder.
 
     Returns:
         The ensemble; the LLM alone if it is the only member, or if a label has no demonstration, which text
@@ -181,10 +181,10 @@ def likely_weights(
     def objective(weights: Float[np.ndarray, " members"]) -> tuple[float, Float[np.ndarray, " members"]]:
         pooled = log_softmax(np.tensordot(weights, clipped, 1))
         expected = (np.exp(pooled) * clipped).sum(2)
-        slope = (expected - clipped[:, rows, gold]).sum(1)
+        gradient = (expected - clipped[:, rows, gold]).sum(1)
         deviation = (weights - means) / stds
         loss = (deviation**2).sum() / 2 - pooled[rows, gold].sum()
-        return float(loss), slope + deviation / stds
+        return float(loss), gradient + deviation / stds
 
     bounds = [(MIN_WEIGHT, 1 / MIN_WEIGHT)] * len(means)
     result = minimize(objective, means, jac=True, method="L-BFGS-B", bounds=bounds)
@@ -198,7 +198,7 @@ def cross_fitted(
     folds: int = WEIGHT_FOLDS,
     groups: Labels | None = None,
 ) -> Scores:
-    """Return the pool's log-probability of each row, at weights fitted to the rows of the other folds.
+    """Return the pool's log-probabilities of each row, with weights fitted to the rows of the other folds.
 
     Folds are stratified by label if every label has at least one row per fold. With 0 folds, a single row or
     a single group, the weights are the means of the priors.
@@ -215,13 +215,13 @@ def cross_fitted(
     folds = min(folds, len(np.unique(np.arange(len(gold)) if groups is None else groups)))
     if folds < 2:
         return pool_log_probs(log_probs, [prior.mean for prior in priors])
-    stratified = np.unique(gold, return_counts=True)[1].min() >= folds
-    kind = GroupKFold if groups is not None else StratifiedKFold if stratified else KFold
-    splitter = kind(folds, shuffle=True, random_state=0)
+    can_stratify = np.unique(gold, return_counts=True)[1].min() >= folds
+    splitter_class = GroupKFold if groups is not None else StratifiedKFold if can_stratify else KFold
+    splitter = splitter_class(folds, shuffle=True, random_state=0)
     pooled = np.empty(log_probs.shape[1:])
-    for rest, some in splitter.split(gold, gold, groups):
-        weights = likely_weights(log_probs[:, rest], gold[rest], priors)
-        pooled[some] = pool_log_probs(log_probs[:, some], weights)
+    for train, test in splitter.split(gold, gold, groups):
+        weights = likely_weights(log_probs[:, train], gold[train], priors)
+        pooled[test] = pool_log_probs(log_probs[:, test], weights)
     return pooled
 
 

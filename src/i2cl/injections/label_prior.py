@@ -44,7 +44,7 @@ def with_label_prior(
         injection: the injection to correct.
         decoder: its model.
         texts: unlabelled texts from the distribution to classify.
-        prior: share of each label among these texts, in the order of the labels. Default: equal shares.
+        prior: true share of each label among these texts, in the order of the labels. Default: equal shares.
         force: see `Injection.require_base`.
         progress: called as texts finish.
 
@@ -105,14 +105,14 @@ def validate_prior(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
     Raises:
         I2CLError: unless there is one positive share per label and their sum is 1 up to `SUM_TOLERANCE`.
     """
-    shares = f"the prior {', '.join(f'{share:g}' for share in prior)}"
+    description = f"the prior {', '.join(f'{share:g}' for share in prior)}"
     if len(prior) != len(labels):
         hint = f"give one each for {', '.join(labels)}"
-        raise I2CLError(f"{shares} has {len(prior)} shares for {len(labels)} labels: {hint}")
+        raise I2CLError(f"{description} has {len(prior)} shares for {len(labels)} labels: {hint}")
     if not all(share > 0 for share in prior):
-        raise I2CLError(f"{shares} has a share that is not above 0: give each label a positive share")
+        raise I2CLError(f"{description} has a share that is not above 0: give each label a positive share")
     if not math.isclose(sum(prior), 1, abs_tol=SUM_TOLERANCE):
-        raise I2CLError(f"{shares} does not sum to 1: the shares sum to {sum(prior):g}, correct them")
+        raise I2CLError(f"{description} does not sum to 1: the shares sum to {sum(prior):g}, correct them")
     return torch.tensor(prior, dtype=torch.float32) / sum(prior)
 
 

@@ -25,7 +25,10 @@ from i2cl.tasks import Task
 
 @dataclass(frozen=True, eq=False)
 class LoadedTask:
-    """An injection prepared for prediction. Immutable: queries keep theirs when it is replaced or dropped."""
+    """An injection prepared for prediction.
+
+    Immutable: queries that were encoded for it still use it after it is replaced or dropped from the pool.
+    """
 
     scorer: LabelScorer
     edit: AffineEdit  # on the device of the model
@@ -35,7 +38,7 @@ class LoadedTask:
 
     @cached_property
     def kind(self) -> tuple[HookPoint, bool, Positions, int]:
-        """Tasks of equal kind can share a batch."""
+        """Key for batching: only tasks of the same kind can share a batch."""
         return self.edit.hook_point, self.scorer.labels.full_sequences, self.positions, self.seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
@@ -55,7 +58,7 @@ class LoadedTask:
 
 @dataclass(frozen=True, eq=False)
 class TaskQuery:
-    """An encoded text with the task that was loaded at that time."""
+    """An encoded text, with the task as it was loaded when the text was encoded."""
 
     task: LoadedTask
     ids: Ids  # token ids of the query
@@ -197,7 +200,7 @@ class InjectionPool:
             I2CLError: if a single row does not fit into memory, or a score is NaN.
         """
         scores: dict[int, RowScores] = {}
-        others = self._text_scores(queries)
+        text_scores = self._text_scores(queries)
         by_kind = defaultdict(list)
         for row, query in enumerate(queries):
             by_kind[query.task.kind].append(row)
@@ -209,13 +212,13 @@ class InjectionPool:
             for row, task, padded in zip(rows, tasks, values, strict=True):
                 row_labels = task.scorer.labels
                 label_scores = padded[: len(row_labels.sequences)]
-                log_probs = task.head.log_probs(label_scores, others.get(row))
+                log_probs = task.head.log_probs(label_scores, text_scores.get(row))
                 mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]
 
     def _text_scores(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, "experts labels"]]:
-        """Return the label scores of text experts, by row, of queries whose task has some."""
+        """Return the label scores of the text experts by row, for queries whose task has text experts."""
         by_head = defaultdict(list)
         for row, query in enumerate(queries):
             by_head[query.task.head].append(row)

@@ -68,7 +68,7 @@ def log_softmax(scores: Scores, temperature: float = 1.0) -> Scores:
 def likely_temperature(
     scores: Scores, gold: Labels, typical: float = TYPICAL_TEMPERATURE, spread: float = SPREAD
 ) -> float:
-    """Return the maximum a posteriori temperature of held-out rows.
+    """Return the maximum a posteriori temperature, fitted to held-out rows.
 
     It minimizes the summed log-loss plus ``log(t / typical) ** 2 / (2 * spread ** 2)``. Without rows, or if
     all scores of each row are equal, it is ``typical``.
@@ -88,9 +88,9 @@ def likely_temperature(
         middle = (low + high) / 2
         inverse = math.exp(-middle)
         probabilities = np.exp(log_softmax(log_probs * inverse))
-        # derivative of the objective with respect to the logarithm; negative: overconfident
-        slope = -inverse * ((probabilities * log_probs).sum(1) - gold_log_probs).sum()
-        overconfident = slope + (middle - math.log(typical)) / spread**2 < 0
+        # derivative of the log-loss with respect to the temperature's logarithm; negative if overconfident
+        derivative = -inverse * ((probabilities * log_probs).sum(1) - gold_log_probs).sum()
+        overconfident = derivative + (middle - math.log(typical)) / spread**2 < 0
         low, high = (middle, high) if overconfident else (low, middle)
     return math.exp((low + high) / 2)
 

@@ -54,7 +54,7 @@ class Transferred:
     weights: AnchorWeights
 
 
-def similarity(one: Injection, other: Injection) -> float:
+def similarity(first: Injection, second: Injection) -> float:
     """Return the cosine similarity of all coefficients (lambda and beta) of two injections.
 
     Coefficients that hardly moved from a common initialization are similar regardless of their tasks.
@@ -62,12 +62,12 @@ def similarity(one: Injection, other: Injection) -> float:
     Raises:
         I2CLError: if the shapes differ.
     """
-    shapes = tuple(one.coefficients.shape), tuple(other.coefficients.shape)
+    shapes = tuple(first.coefficients.shape), tuple(second.coefficients.shape)
     if shapes[0] != shapes[1]:
         hint = "fit both on one model with the same option 'sublayers'"
         raise I2CLError(f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: {hint}")
-    rows = [injection.coefficients.flatten().double() for injection in (one, other)]
-    return float(torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=0))
+    vectors = [injection.coefficients.flatten().double() for injection in (first, second)]
+    return float(torch.nn.functional.cosine_similarity(vectors[0], vectors[1], dim=0))
 
 
 def related(
@@ -84,9 +84,9 @@ def related(
     config = config or TransferConfig()
     _require_compatible(anchors, new.base, new.extraction.sublayers, new.positions)
     cosines = [similarity(new, anchor) for anchor in anchors]
-    kept = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
-    logits = torch.tensor([cosines[index] for index in kept], dtype=torch.float64) / config.temperature
-    return tuple(zip(kept, logits.softmax(0).tolist(), strict=True))
+    indices = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
+    logits = torch.tensor([cosines[index] for index in indices], dtype=torch.float64) / config.temperature
+    return tuple(zip(indices, logits.softmax(0).tolist(), strict=True))
 
 
 def transfer(
@@ -113,8 +113,8 @@ def transfer(
         anchors: injections of other tasks. The caller must leave out injections of the new task itself, which
             would be the most similar ones.
         config: selection and weighting of anchors.
-        calibration: recipe of both calibrations. Sites that it does not train keep (0, 1), not the values of
-            the anchors.
+        calibration: recipe of both calibrations. Sublayers that it does not train keep (0, 1), not the
+            anchors' coefficients.
         extraction: options of the new task's context vector; ignored if ``first`` is given.
         seed: seed of the extraction and of both calibrations.
         first: an injection already calibrated on the new task, instead of the first calibration.
@@ -126,8 +126,8 @@ def transfer(
     """
     calibration = calibration or CalibrationConfig()
     if calibration.formula != "linear":
-        what = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
-        raise I2CLError(f"{what}: use formula='linear'")
+        problem = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
+        raise I2CLError(f"{problem}: use formula='linear'")
     extraction = first.extraction if first else extraction or ExtractConfig()
     _require_compatible(anchors, decoder, extraction.sublayers, calibration.positions)  # before any fit
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
