@@ -16,7 +16,7 @@ import fitting
 from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made, one_line, shown_string
 from i2cl import AnchoredConfig, Decoder, anchor
 from i2cl.methods import knn_prompting
-from i2cl.methods.icv import COARSE, FINE, AddPreservingNorm, directions
+from i2cl.methods.icv import COARSE_STRENGTHS, FINE_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.prompting import anchor_indices
 from i2cl.methods.task_vector import ReplaceLast
 from i2cl.models.batching import make_batch
@@ -188,7 +188,7 @@ def test_icv_adds_no_token_if_the_tokenizer_adds_one(films, demonstrations):
 
 def test_icv_strength_is_searched_on_held_out_rows(films, demonstrations):
     searched = fit("icv", made("llama"), films, demonstrations)
-    assert searched.edit.strength in COARSE + FINE
+    assert searched.edit.strength in COARSE_STRENGTHS + FINE_STRENGTHS
     assert searched.cost.held_out == 32
 
 

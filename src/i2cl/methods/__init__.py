@@ -119,12 +119,14 @@ def _split(name: str) -> list[str]:
 
 
 def _build(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
+    """Construct the innermost method, then wrap it by the others or multiply it with them."""
+
     def configure(kind: type[Method]) -> Method:
         return kind.from_options({**recipe, **options} if issubclass(kind, I2CL) else options)
 
-    innermost, *others = map(_find, parts)
+    innermost, *outer = map(_find, parts)
     method = configure(innermost)
-    for kind in others:
+    for kind in outer:
         if issubclass(kind, Wrapper):
             method = kind.from_options(options, method)
         else:
@@ -133,6 +135,7 @@ def _build(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str
 
 
 def _find(name: str) -> type[Method]:
+    """Look up the class of a method. Raises I2CLError on an unknown name."""
     if name not in METHODS:
         hint = did_you_mean(name, METHODS)
         raise I2CLError(f"unknown method {name!r}: {hint}choose from {', '.join(METHODS)}")

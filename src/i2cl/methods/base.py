@@ -134,8 +134,8 @@ class Method(ABC):
 
 def count_correct(predictor: Predictor, rows: Examples) -> int:
     """Return the number of rows whose label a predictor ranks first."""
-    best = predictor.log_probs([row.text for row in rows]).argmax(-1)
-    return int((best == torch.tensor([row.label for row in rows])).sum())
+    predicted = predictor.log_probs([row.text for row in rows]).argmax(-1)
+    return int((predicted == torch.tensor([row.label for row in rows])).sum())
 
 
 def _literal_values(annotation: Any) -> list[str]:

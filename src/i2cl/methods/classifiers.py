@@ -58,8 +58,8 @@ class ClassifierPredictor:
         features = self.features(texts, progress)
         scores = torch.full((len(features), self.labels), -torch.inf)
         if len(features):
-            probabilities = torch.from_numpy(self.model.predict_log_proba(features))
-            scores[:, self.model.classes_.tolist()] = probabilities.float()
+            log_probs = torch.from_numpy(self.model.predict_log_proba(features))
+            scores[:, self.model.classes_.tolist()] = log_probs.float()
         return scores
 
 

@@ -22,7 +22,7 @@ def require_folds(folds: int) -> None:
 
 
 def single_text_labels(demonstrations: Sequence[Example]) -> set[int]:
-    """Return the labels with a single text: a fit without that text would not know the label."""
+    """Return the labels with a single text; a fit without that text would not know the label."""
     pairs = {(label, example.text) for example in demonstrations for label in example.ids}
     counts = Counter(label for label, _ in pairs)
     return {label for label, count in counts.items() if count == 1}
@@ -35,8 +35,8 @@ def fold_rows(
 
     The only text of a label is in no fold, so every refit has it. Other labels are spread over the folds as
     evenly as their texts allow, and equal texts stay in the same fold. There are at most ``folds`` folds, and
-    at most as many as the median label in them has texts. Otherwise a refit would have fewer texts of exactly
-    those labels that it is scored on.
+    no more than the median label has rows: with more, a fold would hold only some of the labels, and its
+    refit would have fewer training rows of exactly these.
 
     Args:
         task: gives the label words.
@@ -56,34 +56,40 @@ def fold_rows(
     for row, example in enumerate(demonstrations):
         rows_of[example.text].append(row)
     single = single_text_labels(demonstrations)
-    every = [label for example in demonstrations for label in example.ids]
-    frequencies = np.bincount(every, minlength=len(task.labels))
+    all_labels = [label for example in demonstrations for label in example.ids]
+    frequencies = np.bincount(all_labels, minlength=len(task.labels))
 
     def labels_of(rows: Sequence[int]) -> list[int]:
+        """Return the labels of some rows, rarest first."""
         labels = {label for row in rows for label in demonstrations[row].ids}
         return sorted(labels, key=lambda label: frequencies[label])
 
     groups = [rows for rows in rows_of.values() if single.isdisjoint(labels_of(rows))]
     in_folds = {label for rows in groups for label in labels_of(rows)}
     if len(in_folds) < 2:
-        raise _missing_labels_error(name for at, name in enumerate(task.labels) if at not in in_folds)
-    typical = int(np.median(frequencies[sorted(in_folds)]))
-    parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, typical)))]
-    assigned = np.zeros((len(parts), len(task.labels)), dtype=int)  # rows of each label by fold
-    order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
-    # rows of a multi-label task may have no label: they come last
-    for rows in sorted(
-        order, key=lambda rows: min(frequencies[labels_of(rows)], default=len(demonstrations))
-    ):
+        missing = (word for label, word in enumerate(task.labels) if label not in in_folds)
+        raise _missing_labels_error(missing)
+    median_rows = int(np.median(frequencies[sorted(in_folds)]))
+    rows_by_fold: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, median_rows)))]
+    counts = np.zeros((len(rows_by_fold), len(task.labels)), dtype=int)  # rows of each label by fold
+    shuffled = [groups[index] for index in np.random.default_rng(seed).permutation(len(groups))]
+
+    def rarest_frequency(rows: Sequence[int]) -> int:
+        """Frequency of the rarest label; rows without labels, of a multi-label task, come last."""
+        return int(min(frequencies[labels_of(rows)], default=len(demonstrations)))
+
+    for rows in sorted(shuffled, key=rarest_frequency):
         labels = labels_of(rows)
-        fold = min(range(len(parts)), key=lambda part: (*assigned[part, labels], len(parts[part])))
-        parts[fold] += rows
+        fold = min(
+            range(len(rows_by_fold)), key=lambda fold: (*counts[fold, labels], len(rows_by_fold[fold]))
+        )
+        rows_by_fold[fold] += rows
         for row in rows:
-            assigned[fold, list(demonstrations[row].ids)] += 1
-    in_one_fold = (assigned == frequencies).any(0)
+            counts[fold, list(demonstrations[row].ids)] += 1
+    in_one_fold = (counts == frequencies).any(0)
     if in_one_fold.any():
         raise _missing_labels_error(compress(task.labels, in_one_fold))
-    return [sorted(rows) for rows in parts if rows]
+    return [sorted(rows) for rows in rows_by_fold if rows]
 
 
 def _missing_labels_error(labels: Iterable[str]) -> I2CLError:
@@ -110,9 +116,8 @@ class CrossValidatedPredictor:
     """Scores each text by a refit that has not seen it.
 
     Attributes:
-        refits: one predictor per fold.
-        fold_of: index of the refit that scores each text. The only text of a label has none: every refit has
-            seen it.
+        refits: one predictor per fold, fitted to the other folds.
+        fold_of: fold of each text. The only text of a label has none: every refit has seen it.
         cost: cost of the fit to all demonstrations.
     """
 
@@ -157,14 +162,15 @@ def cross_validate(
     Raises:
         I2CLError: as `fold_rows` and ``refit``.
     """
-    parts = fold_rows(task, demonstrations, folds, seed)
-    fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
-    others = [
-        [example for example in demonstrations if fold_of.get(example.text) != fold]
-        for fold in range(len(parts))
+    rows_by_fold = fold_rows(task, demonstrations, folds, seed)
+    count = len(rows_by_fold)
+    fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(rows_by_fold) for row in rows}
+    training_sets = [
+        tuple(example for example in demonstrations if fold_of.get(example.text) != fold)
+        for fold in range(count)
     ]
-    shown = {example.text for example in demonstrations}
-    further = dict.fromkeys(row.text for row in rows if row.text not in shown)
-    fold_of |= {text: number % len(parts) for number, text in enumerate(further)}
-    refits = [refit(tuple(rest)) for rest in others]
+    demonstration_texts = {example.text for example in demonstrations}
+    further_texts = dict.fromkeys(row.text for row in rows if row.text not in demonstration_texts)
+    fold_of |= {text: number % count for number, text in enumerate(further_texts)}
+    refits = [refit(examples) for examples in training_sets]
     return CrossValidatedPredictor(refits, fold_of, refits[0].cost if cost is None else cost)

@@ -41,15 +41,15 @@ class PooledPredictor:
 
     @property
     def cost(self) -> Cost:
-        """What all members store, and the weights."""
+        """Cost of all members, and of storing the weights."""
         costs = (member.cost for member in self.members)
         return sum(costs, Cost.of(torch.tensor(self.weights)))
 
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return the pool's log-probabilities; ``progress`` is called by the first member."""
         first, *others = self.members
-        each = [first.log_probs(texts, progress), *(other.log_probs(texts) for other in others)]
-        return pool(torch.stack(each, 1), self.weights).log_softmax(-1).float()
+        scores = [first.log_probs(texts, progress), *(other.log_probs(texts) for other in others)]
+        return pool(torch.stack(scores, 1), self.weights).log_softmax(-1).float()
 
 
 class Ensemble(Wrapper):
@@ -67,10 +67,10 @@ class Ensemble(Wrapper):
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`."""
-        texts = text_methods(self.config)
+        methods_by_name = text_methods(self.config)
         device = str(decoder.device)
         names = self.config.members_for([row.text for row in shown], device)[1:]
-        methods = [self.inner, *(texts[name] for name in names)]
+        methods = [self.inner, *(methods_by_name[name] for name in names)]
         priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
         fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]
         weights = tuple(prior.mean for prior in priors)
@@ -81,6 +81,6 @@ class Ensemble(Wrapper):
             ]
             scored = [row for row in shown if row.text in held_out[0].fold_of]
             queries, gold = [row.text for row in scored], np.array([row.label for row in scored])
-            each = [predictor.log_probs(queries).double().log_softmax(-1) for predictor in held_out]
-            weights = likely_weights(torch.stack(each).numpy(), gold, priors)
+            log_probs = [predictor.log_probs(queries).double().log_softmax(-1) for predictor in held_out]
+            weights = likely_weights(torch.stack(log_probs).numpy(), gold, priors)
         return PooledPredictor(tuple(fitted), weights)

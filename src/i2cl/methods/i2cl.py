@@ -16,12 +16,12 @@ from i2cl.tasks import Examples, Task
 
 
 class CalibrationData(NamedTuple):
-    """What I2CL calibrates on, and what it injects. They differ only in `i2cl.methods.i2cl_variants`."""
+    """Inputs of a calibration, and the vector for prediction; variants of I2CL use different vectors."""
 
     task: Task
     demonstrations: Examples
     context: Injection  # vector whose coefficients are calibrated
-    injected: Injection  # vector used for prediction
+    injected: Injection  # vector that replaces it afterwards
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task, Template
 
 
-def noise_like(real: Injection, seed: int) -> Injection:
-    """Replace a context vector by a Gaussian vector of unit variance and the same shape."""
+def noise_like(injection: Injection, seed: int) -> Injection:
+    """Replace an injection's context vector by Gaussian noise of unit variance and the same shape."""
     noise_seed = random.Random(f"noise vector {seed}").getrandbits(63)  # independent of calibration's seed
-    noise = torch.randn(real.context.shape, generator=torch.Generator().manual_seed(noise_seed))
-    return replace(real, context=noise)
+    noise = torch.randn(injection.context.shape, generator=torch.Generator().manual_seed(noise_seed))
+    return replace(injection, context=noise)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class I2CLUnseen(I2CL):
 
     def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
         """Extract both context vectors. Raises I2CLError if too few held-out examples remain."""
-        others = task.held_out(len(demonstrations), demonstrations, seed)
-        seen, unseen = (self.extract(decoder, task, shown, seed) for shown in (demonstrations, others))
-        return CalibrationData(task, demonstrations, seen, unseen)
+        unseen = task.held_out(len(demonstrations), demonstrations, seed)
+        calibrated = self.extract(decoder, task, demonstrations, seed)
+        injected = self.extract(decoder, task, unseen, seed)
+        return CalibrationData(task, demonstrations, calibrated, injected)
 
 
 class CorruptionConfig(Settings):
@@ -78,15 +79,16 @@ def corrupt(
     """Return the task and demonstrations as the corrupted stage sees them."""
     rng = random.Random(f"corrupted demonstrations {seed}")  # independent of the seed of the batches
     if config.corruption == "without_format":
-        plain = replace(Template.plain(), separator=task.template.separator)
-        return replace(task, template=plain), tuple(demonstrations)
+        template = replace(Template.plain(), separator=task.template.separator)
+        return replace(task, template=template), tuple(demonstrations)
     if config.corruption == "random_label":
         return task, tuple(
             replace(example, label=rng.randrange(len(task.labels))) for example in demonstrations
         )
-    split = [(example, example.text.split()) for example in demonstrations]
+    examples_and_words = [(example, example.text.split()) for example in demonstrations]
     return task, tuple(
-        replace(example, text=" ".join(rng.sample(words, len(words)))) for example, words in split
+        replace(example, text=" ".join(rng.sample(words, len(words))))
+        for example, words in examples_and_words
     )
 
 

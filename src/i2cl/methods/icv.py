@@ -25,9 +25,9 @@ from i2cl.models.scoring import LabelScorer, stack_rows
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-HELD_OUT = 32
-COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-FINE = tuple(step / 100 for step in range(1, 11))
+HELD_OUT_EXAMPLES = 32
+COARSE_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+FINE_STRENGTHS = tuple(step / 100 for step in range(1, 11))
 
 
 class ICVConfig(Settings):
@@ -49,9 +49,9 @@ class AddPreservingNorm(Edit):
     def output(self, layer: int, _index: int, output: States, _batch: Batch) -> States:
         """Rotate the output of the block at every token."""
         state = output.float()  # a small strength is below the rounding error of half precision
-        turned = normalize(state, dim=-1) + self.strength * self.directions[layer].to(output.device)
-        states: Tensor = state.norm(dim=-1, keepdim=True) * normalize(turned, dim=-1)
-        return states.to(output.dtype)
+        rotated = normalize(state, dim=-1) + self.strength * self.directions[layer].to(output.device)
+        edited: Tensor = state.norm(dim=-1, keepdim=True) * normalize(rotated, dim=-1)
+        return edited.to(output.dtype)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ICV(Method):
 
     name = "icv"
     summary = "direction from sentence to answer added in every layer, norm preserved"
-    needs = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
+    needs = f"demonstrations, {HELD_OUT_EXAMPLES} held-out examples to search the strength"
     settings = (ICVConfig,)
     config: ICVConfig = field(default_factory=ICVConfig)
 
@@ -79,8 +79,8 @@ class ICV(Method):
 
         if strength != "search":
             return make_predictor(strength)
-        rows = task.held_out(HELD_OUT, demonstrations, seed)
-        candidates = [make_predictor(value, len(rows)) for value in COARSE + FINE]
+        rows = task.held_out(HELD_OUT_EXAMPLES, demonstrations, seed)
+        candidates = [make_predictor(value, len(rows)) for value in COARSE_STRENGTHS + FINE_STRENGTHS]
         # ties go to the smaller strength, which comes first
         return max(candidates, key=lambda candidate: count_correct(candidate, rows))
 
@@ -95,17 +95,20 @@ def directions(decoder: Decoder, task: Task, demonstrations: Examples) -> Float[
     require_demonstrations(task, demonstrations)
     texts = [example.text for example in demonstrations]
     words = [task.labels[example.label] for example in demonstrations]
-    difference = _states(decoder, words) - _states(decoder, texts)  # (demonstrations, layers, d)
-    joint = difference.flatten(1)
-    _, _, right = torch.linalg.svd(joint, full_matrices=False)
-    axis = right[0] if (joint @ right[0]).sum() >= 0 else -right[0]
-    return normalize(axis.view(difference.shape[1:]), dim=-1)
+    differences = _states(decoder, words) - _states(decoder, texts)  # (demonstrations, layers, d)
+    concatenated = differences.flatten(1)
+    _, _, principal_directions = torch.linalg.svd(concatenated, full_matrices=False)
+    direction = principal_directions[0]
+    if (concatenated @ direction).sum() < 0:  # the sign of a singular vector is arbitrary
+        direction = -direction
+    return normalize(direction.view(differences.shape[1:]), dim=-1)
 
 
 def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts layers d"]:
-    front = _start_ids(decoder)
-    limit = None if decoder.max_length is None else decoder.max_length - len(front)
-    ids = [front + row for row in decoder.encoder.encode(str, texts, limit)]
+    """Return the block outputs at the last token of each text, which runs without a template."""
+    start_ids = _start_ids(decoder)
+    limit = None if decoder.max_length is None else decoder.max_length - len(start_ids)
+    ids = [start_ids + row for row in decoder.encoder.encode(str, texts, limit)]
     captured = decoder.run_batches(ids, partial(decoder.capture, hook_point="hidden"))
     return stack_rows((batch.rows, states[:, :, 0]) for batch, states in captured)
 

@@ -55,7 +55,7 @@ class Injector(Method):
 
     @abstractmethod
     def fit_cost(self, injection: Injection) -> Cost:
-        """Return what the fit used: the number of trained parameters, and data besides demonstrations."""
+        """Return the cost of the fit: number of trained parameters, and data besides the demonstrations."""
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit an injection and predict with it, at a temperature of 1."""

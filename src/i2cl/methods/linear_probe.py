@@ -91,8 +91,8 @@ class LinearProbe(Method):
         """Return the candidates; the first one is the default if there are too few demonstrations."""
         layer, tokens, c = self.config.probe_layer, self.config.probe_tokens, self.config.probe_c
         if layer != "folds" and not -decoder.layers <= layer < decoder.layers:
-            most = decoder.layers - 1
-            raise I2CLError(f"probe_layer={layer}: choose a layer from 0 to {most}, or -{most + 1} to -1")
+            last = decoder.layers - 1
+            raise I2CLError(f"probe_layer={layer}: choose a layer from 0 to {last}, or -{last + 1} to -1")
         if tokens not in {"folds", "last"} and not decoder.tokenizer.is_fast:
             raise I2CLError(
                 f"probe_tokens={tokens} needs a fast tokenizer (tokenizer.json): use probe_tokens=last"
@@ -123,9 +123,9 @@ def _cross_validate(
     """Return the choice with the lowest held-out log-loss; the first if a class has only one text."""
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-    first, counts = next(iter(features)), np.unique(labels, return_counts=True)[1]
+    default, counts = next(iter(features)), np.unique(labels, return_counts=True)[1]
     if len(features) == 1 or counts.min() < 2:
-        return first
+        return default
     folds = StratifiedKFold(min(MAX_FOLDS, int(counts.min())), shuffle=True, random_state=seed % 2**32)
     columns = np.searchsorted(np.unique(labels), labels)
 
@@ -168,8 +168,8 @@ class CapturePooled(Edit):
         if self.spans is not None:
             spans = self.spans[list(batch.rows)].to(states.device)
             tokens = torch.arange(states.shape[1], device=states.device)
-            inside = (tokens >= spans[:, :1]) & (tokens < spans[:, 1:])
-            pooled.append((states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True))
+            is_text = (tokens >= spans[:, :1]) & (tokens < spans[:, 1:])
+            pooled.append((states * is_text[..., None]).sum(1) / is_text.sum(1, keepdim=True))
         self.captured.append(torch.stack(pooled, 1).cpu())
 
 
@@ -195,16 +195,17 @@ def query_states(
 def _spans(scorer: LabelScorer, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
     """Yield the (first, end) token indices of each text in its query.
 
-    A token that overlaps the text and the template counts as text. The tokens after the text are counted from
-    the end, since a long text was cut at its end.
+    A token that overlaps the text and the template counts as text. The end is counted from the end of the
+    query, since a long text was truncated.
     """
-    encoder, template, line = scorer.decoder.encoder, scorer.task.template, scorer.labels.query_suffix
-    head, tail = len(template.opening + template.head), len(template.middle + line)  # characters
+    encoder, template, suffix = scorer.decoder.encoder, scorer.task.template, scorer.labels.query_suffix
+    # characters of the template before and after the text
+    head, tail = len(template.opening + template.head), len(template.middle + suffix)
     for text, ids in zip(texts, queries, strict=True):
-        prompt = template.query(encoder.escape(text)) + line
+        prompt = template.query(encoder.escape(text)) + suffix
         offsets = encoder.spans(prompt)
-        before = sum(right <= head for _, right in offsets)
-        after = sum(left >= len(prompt) - tail for left, _ in offsets)
+        before = sum(end <= head for _, end in offsets)
+        after = sum(start >= len(prompt) - tail for start, _ in offsets)
         first = len(encoder.leading_ids) + before
         yield first, max(first + 1, len(ids) - after)
 

@@ -23,7 +23,7 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
-"""Zhao et al. use "N/A", "[MASK]" and the empty string, which the dots replace here."""
+"""As in Zhao et al., except that "..." replaces the empty string, which cannot be classified here."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ class LabelPrior(Wrapper):
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score unlabelled texts. Raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, shown, seed)
-        fewest = min(MIN_UNLABELLED, self.config.unlabelled)
-        if len(texts) < fewest:
+        min_texts = min(MIN_UNLABELLED, self.config.unlabelled)
+        if len(texts) < min_texts:
             raise I2CLError(
-                f"label_prior needs {fewest} training texts beside the demonstrations, task {task.name!r} "
+                f"label_prior needs {min_texts} training texts beside the demonstrations, task {task.name!r} "
                 f"has {len(texts)}: add some, or use contextual_calibration"
             )
         bias = prior_bias(None, inner.log_probs(texts))
@@ -232,7 +232,7 @@ class Product(Wrapper):
 
     @property
     def full_name(self) -> str:
-        """Both names."""
+        """Full names of both methods, joined by a plus sign."""
         return f"{self.inner.full_name}+{self.other.full_name}"
 
     @property

@@ -82,12 +82,12 @@ class PromptPredictor:
         prompts = encode_prompts(self.scorer, self.shown, texts)
         prefix_ids = self.prefix.ids if self.prefix else ()
         start = len(prefix_ids)
-        fits = [row for row, ids in enumerate(prompts) if ids[:start] == prefix_ids and len(ids) > start]
-        rest = sorted(set(range(len(prompts))) - set(fits))
-        if fits:
-            yield fits, [prompts[row][start:] for row in fits], self.prefix
-        if rest:
-            yield rest, [prompts[row] for row in rest], None
+        cached = [row for row, ids in enumerate(prompts) if ids[:start] == prefix_ids and len(ids) > start]
+        uncached = sorted(set(range(len(prompts))) - set(cached))
+        if cached:
+            yield cached, [prompts[row][start:] for row in cached], self.prefix
+        if uncached:
+            yield uncached, [prompts[row] for row in uncached], None
 
 
 def few_shot_predictor(
@@ -122,33 +122,33 @@ def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
     """
     require_labels(scorer.task, demonstrations)
     task, encoder, limit = scorer.task, scorer.decoder.encoder, scorer.decoder.max_length
-    ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # within each label
+    ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # next rank within each label
     pairs = [(encoder.escape(example.text), task.labels[example.label]) for example in demonstrations]
     ranked = [(next(ranks[example.label]), pair) for example, pair in zip(demonstrations, pairs, strict=True)]
-    largest_class = max((rank for rank, _ in ranked), default=0)
+    max_per_class = max((rank for rank, _ in ranked), default=0)
     longest_text = max((text for text, _ in pairs), key=len, default="")
 
-    def first(per_class: int) -> Pairs:
+    def take(per_class: int) -> Pairs:
         return tuple(pair for rank, pair in ranked if rank <= per_class)
 
     def tokens_needed(per_class: int) -> int:
-        prompt = task.template.prompt(first(per_class), longest_text)
+        prompt = task.template.prompt(take(per_class), longest_text)
         return len(encoder([prompt])[0]) + scorer.labels.tokens_after_query
 
-    if limit is None or tokens_needed(largest_class) <= limit:
-        return first(largest_class)
-    fits = bisect_right(range(1, largest_class + 1), limit, key=tokens_needed)
+    if limit is None or tokens_needed(max_per_class) <= limit:
+        return take(max_per_class)
+    fits = bisect_right(range(1, max_per_class + 1), limit, key=tokens_needed)
     if fits == 0:
         raise I2CLError(
             f"one demonstration per class and a query need {tokens_needed(1)} tokens, but the context holds "
             f"{limit}: use shorter demonstrations or a model with a longer context"
         )
     message = (
-        f"{task.name}: {largest_class} demonstrations per class and a query need "
-        f"{tokens_needed(largest_class)} tokens, but the context holds {limit}; showing {fits} per class"
+        f"{task.name}: {max_per_class} demonstrations per class and a query need "
+        f"{tokens_needed(max_per_class)} tokens, but the context holds {limit}; showing {fits} per class"
     )
     warnings.warn(message, TruncationWarning, stacklevel=3)
-    return first(fits)
+    return take(fits)
 
 
 def encode_prompts(scorer: LabelScorer, shown: Pairs, texts: Sequence[str]) -> list[Ids]:
@@ -259,8 +259,8 @@ def anchor_indices(decoder: Decoder, task: Task, shown: Pairs, count: int) -> tu
         prompt += template.exchange(text, word)
     prompt += template.head
     is_text = [
-        any(start <= left and right <= end for start, end in texts)
-        for left, right in decoder.encoder.spans(prompt)
+        any(start <= token_start and token_end <= end for start, end in texts)
+        for token_start, token_end in decoder.encoder.spans(prompt)
     ]
-    front = len(decoder.encoder.leading_ids)
-    return tuple(index for index in range(count) if index < front or not is_text[index - front])
+    leading = len(decoder.encoder.leading_ids)
+    return tuple(index for index in range(count) if index < leading or not is_text[index - leading])

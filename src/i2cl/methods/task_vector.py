@@ -18,7 +18,7 @@ from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task
 
-HELD_OUT = 32
+HELD_OUT_EXAMPLES = 32
 
 
 class ReplaceLast(Edit):
@@ -45,15 +45,15 @@ class TaskVector(Method):
 
     name = "task_vector"
     summary = "state after the demonstrations replaces the query's at one layer"
-    needs = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
+    needs = f"demonstrations, {HELD_OUT_EXAMPLES} held-out examples (layer) and a dummy query"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Capture the states of all layers, then choose a layer. Raises I2CLError on too few examples."""
-        dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
+        dummy, *held_out = task.held_out(HELD_OUT_EXAMPLES + 1, demonstrations, seed)
         scorer = LabelScorer(decoder, task)
         (prompt,) = encode_prompts(scorer, fit_to_context(scorer, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), hook_point="hidden")[0, :, 0]
-        cost = Cost.of(states[0], held_out=HELD_OUT + 1)
+        cost = Cost.of(states[0], held_out=HELD_OUT_EXAMPLES + 1)
         edits = [ReplaceLast(layer, state) for layer, state in enumerate(states)]
         candidates = [PromptPredictor(scorer, edit=edit, cost=cost) for edit in edits]
         return max(candidates, key=lambda candidate: count_correct(candidate, held_out))

@@ -23,8 +23,8 @@ from i2cl.models.encoding import TruncationWarning
 @pytest.fixture(autouse=True)
 def _tiny_instruction_tokens(monkeypatch):
     """Replace Mistral's token ids by ids of the tiny vocabulary."""
-    monkeypatch.setattr(icae, "LEFT", (3, 17, 29))
-    monkeypatch.setattr(icae, "RIGHT", (17, 31, 29))
+    monkeypatch.setattr(icae, "PROMPT_START", (3, 17, 29))
+    monkeypatch.setattr(icae, "PROMPT_END", (17, 31, 29))
 
 
 @pytest.fixture(scope="module", params=["icae-v1", "icae-v2"])

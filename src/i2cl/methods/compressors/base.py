@@ -1,4 +1,4 @@
-"""What the prompt compressors share: loading, demonstrations as text, and prediction after soft prompts."""
+"""Base of the prompt compressors: loading, demonstrations as text, and prediction after soft prompts."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +133,10 @@ def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[st
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")
     encoder, template = decoder.encoder, task.template
-    return [template.exchange(encoder.escape(one.text), task.labels[one.label]) for one in demonstrations]
+    return [
+        template.exchange(encoder.escape(example.text), task.labels[example.label])
+        for example in demonstrations
+    ]
 
 
 def encode_without_special_tokens(decoder: Decoder, texts: Sequence[str]) -> list[Ids]:
@@ -147,18 +150,18 @@ class SoftPromptPredictor(PromptPredictor):
     """Scores label words after a soft prompt and a query.
 
     Attributes:
-        right: tokens after each query.
+        suffix: tokens after each query.
     """
 
-    right: Ids = ()
+    suffix: Ids = ()
 
     @classmethod
     def of(
-        cls, decoder: Decoder, task: Task, prefix: Prefix, right: Ids = (), edit: Edit | None = None
+        cls, decoder: Decoder, task: Task, prefix: Prefix, suffix: Ids = (), edit: Edit | None = None
     ) -> "SoftPromptPredictor":
         """Return a predictor for a task; the soft prompt includes the opening of its template."""
         scorer = LabelScorer(decoder, replace(task, template=replace(task.template, opening="")))
-        return cls(scorer, prefix=prefix, edit=edit, cost=Cost.of(prefix), right=right)
+        return cls(scorer, prefix=prefix, edit=edit, cost=Cost.of(prefix), suffix=suffix)
 
     def split_by_cache(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Yield all queries, which follow the soft prompt; texts that exceed the context are truncated."""
@@ -166,7 +169,7 @@ class SoftPromptPredictor(PromptPredictor):
         decoder = self.scorer.decoder
         front = len(decoder.encoder.leading_ids)  # special tokens are removed from each query
         position = self.prefix.next_position if self.prefix else 0
-        used = position + len(self.right) + self.scorer.labels.tokens_after_query - front
+        used = position + len(self.suffix) + self.scorer.labels.tokens_after_query - front
         limit = None if decoder.max_length is None else decoder.max_length - used
         encoded = decoder.encoder.encode(self.scorer.prompt, texts, limit)
-        yield list(range(len(texts))), [ids[front:] + self.right for ids in encoded], self.prefix
+        yield list(range(len(texts))), [ids[front:] + self.suffix for ids in encoded], self.prefix

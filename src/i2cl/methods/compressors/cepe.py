@@ -89,7 +89,7 @@ class CrossAttention(Edit):
         added: Tensor = linear(attention.transpose(1, 2).flatten(2), cross.o.to(device))
         return output + added
 
-    def _split_heads(self, projected: Float[Tensor, "lines tokens wide"], cross: CrossLayer) -> Tensor:
+    def _split_heads(self, projected: Float[Tensor, "lines tokens width"], cross: CrossLayer) -> Tensor:
         """Reshape to (lines, heads, tokens, head width)."""
         heads: Tensor = projected.unflatten(-1, (-1, len(cross.q) // self.heads)).transpose(1, 2)
         return heads
@@ -189,7 +189,9 @@ def _load(decoder: Decoder) -> ContextEncoder:
         )
     encoder = LlamaModel(LlamaConfig.from_dict({**fields, "attn_implementation": "sdpa"}))
     state = encoder.state_dict().items()
-    encoder.load_state_dict({name: compressor.tensor(f"encoder.{name}", *one.shape) for name, one in state})
+    encoder.load_state_dict(
+        {name: compressor.tensor(f"encoder.{name}", *value.shape) for name, value in state}
+    )
     encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
     head_width = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
     query_width, key_width = (

@@ -44,7 +44,7 @@ TOKENS_PER_SLOT = 4  # version 2 (approximately)
 MEMORY = "memory_token_embed.weight"
 SPECIAL_EMBEDDINGS = 3  # last rows of the memory embeddings; the last one marks a prompt
 # Version 2: Mistral's token ids of "<s>[INST]" before the slots and of "[/INST]" after the query.
-LEFT, RIGHT = (1, 733, 16289, 28793), (733, 28748, 16289, 28793)
+PROMPT_START, PROMPT_END = (1, 733, 16289, 28793), (733, 28748, 16289, 28793)
 FILE_NAMES = ("icae.safetensors", "icae.pt")  # of a compressor in the model's folder
 LORA_A_NAME = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
@@ -158,17 +158,17 @@ def soft_prompt_predictor(
         I2CLError: if the slots fill the context.
     """
     decoder, edit = encoder.decoder, None
-    right: Ids = RIGHT
+    suffix: Ids = PROMPT_END
     vectors = torch.cat([slots, encoder.prompt_mark])
     if encoder.version == "1":
-        # the embedding of a placeholder token after the query is replaced by the special vector
-        right, edit = (0,), ReplaceLastEmbedding(encoder.prompt_mark[0])
+        # version 1 ends a query with the mark, which replaces the embedding of a placeholder token
+        suffix, edit = (0,), ReplaceLastEmbedding(encoder.prompt_mark[0])
     else:
-        vectors = torch.cat([decoder.embed(LEFT), vectors])
-    if decoder.max_length is not None and len(vectors) + len(right) >= decoder.max_length:
+        vectors = torch.cat([decoder.embed(PROMPT_START), vectors])
+    if decoder.max_length is not None and len(vectors) + len(suffix) >= decoder.max_length:
         size = f"{len(vectors)} of {decoder.max_length} positions"
         raise I2CLError(f"the memory slots take {size}: use fewer demonstrations")
-    return SoftPromptPredictor.of(decoder, task, soft_prompt_prefix(decoder, vectors), right, edit)
+    return SoftPromptPredictor.of(decoder, task, soft_prompt_prefix(decoder, vectors), suffix, edit)
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
@@ -223,5 +223,6 @@ def _lora_matrices(decoder: Decoder, compressor: Compressor) -> Iterator[tuple[s
 
 
 def _low_rank(lora_a: Tensor, lora_b: Tensor, states: Tensor) -> Tensor:
+    """Return the LoRA update of a module's output."""
     inner = torch.nn.functional.linear(states, lora_a.to(states.device))
     return torch.nn.functional.linear(inner, lora_b.to(states.device))
