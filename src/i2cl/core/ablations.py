@@ -72,7 +72,7 @@ class NoisyEdit(Edit):
     Args:
         injection: the edit without noise.
         active: sublayers that get the injection and noise.
-        scale: size of the noise relative to the L2 norm of the signal, which counts as a constant.
+        scale: size of the noise relative to the L2 norm of the signal, through which no gradient flows.
         place: add noise to the residual stream after attention and after the MLP (``"residual"``, the paper's
             text), or to each sublayer's output (``"sublayer"``, the released code).
         sublayer_scale: factor of a sublayer's output in the residual stream.

@@ -17,7 +17,7 @@ prior costs accuracy (docs/ablations.md).
 
 Labels are scored by their first tokens, or by their words where first tokens are shared. Small fits are
 solved by `i2cl.core.gauss_newton`, large ones by `i2cl.core.adamw`; `i2cl.core.plan` chooses. One more vector
-then makes the model say a label unprompted: see `i2cl.core.label_mass`.
+then makes the model generate a label unprompted: see `i2cl.core.label_mass`.
 
 A multi-label task has the logistic loss of each label instead (`i2cl.core.multi_label`), and no such vector.
 """
@@ -61,7 +61,7 @@ class AnchoredConfig(Settings):
             is accepted.
         settled: loss in nats below which a demonstration is not differentiated again from the third step on;
             its last derivatives are reused. With 0, all are differentiated in each step.
-        say_label: add one more vector to the last sublayer that makes the model say a label unprompted
+        say_label: add one more vector to the last sublayer that makes the model generate a label unprompted
             without changing which label is the most probable (`i2cl.core.label_mass`).
         solver: ``"gauss_newton"``, ``"adamw"``, or ``"auto"``: Gauss-Newton up to
             `i2cl.core.plan.MAX_KERNEL_PAIRS` pairs of an example and a wrong label
@@ -69,8 +69,8 @@ class AnchoredConfig(Settings):
             solver that was used in its settings, as ``solved_by``.
         class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
             demonstrations (`i2cl.core.weights.apply_class_weight`).
-        memory: gigabytes beyond the model that a fit may take; default: a quarter of the free memory. Not
-            stored.
+        memory: memory limit of the fit in gigabytes, beyond the model; default: a quarter of the free memory.
+            Not stored.
     """
 
     sublayers: Sublayers = "both"
@@ -191,5 +191,5 @@ def _solve(
 
 
 def fit_memory(limit: float | None) -> float:
-    """Return the bytes that a fit may take."""
+    """Return the memory limit of a fit in bytes; ``limit`` is in gigabytes, None for the default."""
     return limit * 1e9 if limit is not None else FREE_MEMORY_SHARE * free_memory()

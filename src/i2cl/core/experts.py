@@ -244,9 +244,8 @@ def fit_regression(
 ) -> Float[Tensor, "labels inputs"]:
     """Fit scikit-learn's logistic regression, and return weights with the intercept as last column.
 
-    In a multi-label task there is one regression per label (one-vs-rest), with balanced class weights: if
-    each member of an ensemble knew how rare a label is, their sum of log-odds would count that several times.
-    Only the LLM takes it into account.
+    In a multi-label task there is one regression per label (one-vs-rest), with balanced class weights: only
+    the LLM learns the frequency of a label, since a sum of log-odds would count it once per member.
     """
     from sklearn.linear_model import LogisticRegression
 

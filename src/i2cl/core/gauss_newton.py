@@ -198,5 +198,5 @@ def solve_kernel_regression(
 
 
 def _prepend_gold(differences: Float[Tensor, "n wrong_labels"]) -> Float[Tensor, "n labels"]:
-    """Put the gold label's own difference, which is 0, in front."""
+    """Prepend the difference of the gold label from itself, which is 0."""
     return pad(differences, (1, 0))

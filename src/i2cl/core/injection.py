@@ -348,7 +348,7 @@ class Injection:
     ) -> Float[Tensor, " texts"]:
         """Compute the log of the total probability of all labels among everything that could follow a text.
 
-        Near 0 if the model would say a label unprompted. `log_probs` compares labels with each other only.
+        Near 0 if the model would generate a label. `log_probs` compares the labels with each other only.
         Label bias, temperature and ensemble are not included.
 
         Args:

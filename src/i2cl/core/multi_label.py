@@ -40,7 +40,7 @@ class MultiLabelObjective(Objective):
 
     @property
     def size(self) -> FitSize:
-        """Size of the fit; the reference counts as one more label, since no label is the gold one."""
+        """Size of the fit. The reference is one more label, so that every label forms a pair."""
         size = super().size
         return replace(size, labels=size.labels + 1)
 

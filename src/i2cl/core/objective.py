@@ -106,7 +106,7 @@ class Objective:
         return self.sublayers in {"both", "mlp"}
 
     def vectors(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sublayers d"]:
-        """Return the vectors that the parameters stand for."""
+        """Convert parameters to the vectors of all sublayers; zero for sublayers without a vector."""
         return self.unit * parameters[: self.vector_size].view_as(self.unit)
 
     def edit(self, parameters: Float[Tensor, " parameters"]) -> AffineEdit:
@@ -115,13 +115,13 @@ class Objective:
         return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.hook_point)
 
     def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "tokens labels"] | None:
-        """Return the word weights that the parameters stand for; None without word-level scoring."""
+        """Convert parameters to word weights; None without word-level scoring."""
         if self.words is None:
             return None
         return self.words.at(parameters[self.vector_size :].view_as(self.words.start))
 
     def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
-        """Return the label tokens, with the word weights that the parameters stand for."""
+        """Return the label tokens with the word weights of these parameters, if any."""
         weights, labels = self.word_weights(parameters), self.scorer.labels
         return labels if weights is None else labels.with_word_weights(weights)
 

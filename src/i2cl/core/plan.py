@@ -1,4 +1,4 @@
-"""Plan a fit from its size and the free memory: which solver it uses, and how long it takes.
+"""Plan a fit from its size and the free memory: choose the solver and estimate the cost.
 
 The Gauss-Newton solver needs one kernel row, and one backward pass over its example, for every pair of an
 example and a wrong label. Its cost grows with the number of labels and its memory with the number of rows.
@@ -96,7 +96,7 @@ def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int =
 
     Args:
         size: of the fit.
-        memory: bytes beyond the model that it may take.
+        memory: memory limit in bytes, beyond the model.
         solver: the requested solver.
         steps: maximum number of Gauss-Newton steps.
 

@@ -4,7 +4,7 @@ Beyond the paper. The weights are a maximum a posteriori estimate from predictio
 were not fitted to. Their prior is normal, restricted to weights of at least 0, so a few rows leave them near
 the typical weights of other tasks, and many can set the weight of a useless member to 0. The log-loss of the
 pool is convex in the weights. A weight is an inverse temperature: a pool of one member is temperature
-scaling. In a multi-label task every pair of a row and a label counts as a row with two labels: no or yes.
+scaling. In a multi-label task every pair of a row and a label is a row with two labels: no or yes.
 """
 
 import warnings
@@ -103,9 +103,9 @@ class EnsembleConfig(Settings):
         return tuple(name for name in MEMBERS if name in self.experts)
 
     def members_for(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
-        """Return `members`, without an encoder chosen by default that hardly knows the language.
+        """Return `members`, without the default encoder if it does not support the language of the texts.
 
-        Emits a `LanguageWarning` if it leaves the encoder out. Raises I2CLError as `members`.
+        Emits a `LanguageWarning` if the encoder is left out. Raises I2CLError as `members`.
 
         Args:
             texts: samples of the language.

@@ -38,8 +38,8 @@ class AdaptedDecoder(Decoder):
     Args:
         base: the decoder without the adapter.
         model: a PeftModel that wraps the base decoder's model.
-        virtual_tokens: virtual tokens that the model puts in front of the input embeddings.
-        context_used: virtual tokens that take up context, in the input or in every layer.
+        virtual_tokens: number of virtual tokens that the model prepends to the input embeddings.
+        context_used: number of virtual tokens that take up context, in the input or in every layer.
     """
 
     def __init__(self, base: Decoder, model: Any, virtual_tokens: int = 0, context_used: int = 0) -> None:

@@ -55,8 +55,8 @@ class PooledPredictor:
 class Ensemble(Wrapper):
     """A log-linear pool of a method and text experts, with weights from a cross-validation.
 
-    With one example per class, cross-validation is not possible, and the weights are the typical ones. With
-    one example of some classes, the rows of the other classes choose them.
+    With one example per class, cross-validation is not possible, and the weights are the means of their
+    priors. If only some classes have one example, the weights are fitted to the rows of the others.
     """
 
     name = "ensemble"

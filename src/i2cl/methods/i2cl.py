@@ -77,7 +77,7 @@ class I2CL(Injector):
         return replace(injection, context=data.injected.context, demonstrations=count)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Fit an injection and predict with it. Labels are scored as by few-shot, whatever the loss."""
+        """Fit an injection and predict with it. Scoring is ``"auto"``, as in few-shot, for either loss."""
         injection = self.fit_injection(decoder, task, demonstrations, seed)
         cost = self.fit_cost(injection)
         return injection_predictor(injection, decoder, task, scoring="auto", cost=cost)

@@ -78,7 +78,7 @@ def injection_predictor(
         decoder: its model.
         task: the task to classify, which may differ from the injection's.
         scoring: how labels are scored. Default: as in the injection.
-        cost: what the fit used, in addition to the storage of the injection.
+        cost: cost of the fit, in addition to the storage of the injection.
     """
     cost += injection_cost(injection)
     scorer = replace(injection.scorer(decoder, scoring), task=task)

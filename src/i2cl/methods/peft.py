@@ -92,7 +92,7 @@ class IA3(adapters.AdapterMethod):
 
 
 class VirtualTokenMethod(adapters.AdapterMethod):
-    """Trains virtual tokens in front of the query."""
+    """Trains virtual tokens that precede the query."""
 
     kind: ClassVar[str]
     training: VirtualTokenSettings

@@ -192,8 +192,8 @@ class Temperature(Wrapper):
     """Temperature scaling of another method, chosen by k-fold cross-validation on the demonstrations.
 
     See `i2cl.injections.temperature.likely_temperature`. With one example per class, cross-validation is not
-    possible, and probabilities are unchanged. With one example of some classes, those of the other classes
-    choose the temperature.
+    possible, and probabilities are unchanged. If only some classes have one example, the temperature is
+    fitted to the rows of the others.
     """
 
     name = "temperature"

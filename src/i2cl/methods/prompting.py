@@ -43,7 +43,7 @@ class PromptPredictor:
 
     Attributes:
         scorer: encodes queries and labels of the task.
-        shown: demonstrations in front of every query.
+        shown: demonstrations that precede every query.
         prefix: cached keys and values of these demonstrations, or None to run them with every query.
         edit: edit of the activations.
         injection: the injection that the edit is of, if any.
@@ -93,7 +93,7 @@ class PromptPredictor:
 def few_shot_predictor(
     scorer: LabelScorer, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
-    """Put the demonstrations in front of every query.
+    """Return a predictor that puts the demonstrations before every query.
 
     Args:
         scorer: encodes queries and labels of the task.

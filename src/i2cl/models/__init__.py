@@ -1,1 +1,1 @@
-"""A frozen decoder: loaded, borrowed, batched, run, asked and trained on."""
+"""A frozen decoder: loading, encoding, batching, edits, label scores and training."""

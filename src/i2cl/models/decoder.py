@@ -219,8 +219,8 @@ class Decoder:
     def can_fork(self) -> bool:
         """Whether several continuations of a query can share a row under a tree attention mask.
 
-        This is tested for every supported model type. ALiBi ignores the positions, and only these attention
-        implementations take a mask.
+        Every supported model type is tested. Excluded are models with ALiBi, which ignores position ids, and
+        attention implementations that accept no mask.
         """
         config = self.model.config
         takes_masks = getattr(config, "_attn_implementation", None) in {None, "eager", "sdpa"}

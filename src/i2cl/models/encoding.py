@@ -35,7 +35,7 @@ class TruncationWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Encodes prompts with the special tokens that the tokenizer adds in front, such as BOS (`leading_ids`).
+    """Encodes prompts with the special tokens that the tokenizer prepends, such as BOS (`leading_ids`).
 
     Special tokens at the end, such as EOS, are left out: the last token must be the one that predicts the
     next. Text from users that spells a special token, such as ``<|im_end|>`` or ``</s>``, is encoded as plain
@@ -47,7 +47,7 @@ class PromptEncoder:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "PromptEncoder":
-        """Find the special tokens that the tokenizer adds in front by encoding a probe with and without them.
+        """Find the special tokens that the tokenizer prepends, by encoding a probe with and without them.
 
         Raises:
             I2CLError: if the tokenizer cannot encode text, or loses the spaces between words.
@@ -59,7 +59,7 @@ class PromptEncoder:
         return cls(tokenizer, full[: next(starts, 0)])
 
     def __call__(self, prompts: Sequence[str]) -> list[Ids]:
-        """Return the token ids of each prompt, including the special tokens in front."""
+        """Return the token ids of each prompt, including `leading_ids`."""
         plain = [prompt for prompt in prompts if _MARK not in prompt]
         options = {"add_special_tokens": False, "verbose": False}
         ids = map(tuple, self.tokenizer(plain, **options)["input_ids"] if plain else ())
@@ -69,7 +69,7 @@ class PromptEncoder:
         ]
 
     def plain_ids(self, text: str) -> Ids:
-        """Return the token ids of a text without special tokens in front."""
+        """Return the token ids of a text, without `leading_ids`."""
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def escape(self, text: str) -> str:
@@ -94,7 +94,7 @@ class PromptEncoder:
         return found[0] if found else None
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
-        """Return the span of each token in the prompt, without the ones in front. Fast tokenizers only."""
+        """Return the character span of each token, without `leading_ids`. Fast tokenizers only."""
         if _MARK in prompt:
             return self._encode_escaped(prompt)[1]
         options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}

@@ -307,7 +307,7 @@ def _continuations(
 
 
 def _find_prefix(sequences: Sequence[Ids]) -> tuple[int, int] | None:
-    """Return the indices of two labels of which the first is a prefix of the second, or None."""
+    """Return the indices of a label that is a prefix of another, and of the other; None if there are none."""
     order = sorted(range(len(sequences)), key=lambda label: sequences[label])
     for first, second in pairwise(order):  # in sorted order, a prefix directly precedes a continuation of it
         if sequences[second][: len(sequences[first])] == sequences[first]:
@@ -324,7 +324,7 @@ def _with_end_token(
         sequences: tokens of each label.
         separated: tokens of each label followed by the separator.
         encoder: provides the EOS token.
-        pair: two labels of which the first is a prefix of the second, for the error message.
+        pair: a label that is a prefix of another, and the other, for the error message.
 
     Raises:
         I2CLError: if EOS is needed and the tokenizer has none.

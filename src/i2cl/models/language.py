@@ -1,4 +1,4 @@
-"""Notice texts in a language that a model's tokenizer hardly knows."""
+"""Detect texts in a language that a tokenizer was hardly trained on, by its tokens per character."""
 
 import unicodedata
 import warnings
@@ -7,14 +7,14 @@ from typing import Any
 
 from i2cl.models.decoder import Decoder
 
-# Tokens per UTF-8 byte of letters, above which an LLM does not know the language. SmolLM2 has 0.2 on English,
-# 0.4 on German and Russian, 0.55 on Arabic and Chinese; a multilingual tokenizer stays below 0.3.
+# Tokens per UTF-8 byte of letters, above which an LLM is assumed not to know the language. SmolLM2 has 0.2 on
+# English, 0.4 on German and Russian, 0.55 on Arabic and Chinese; a multilingual tokenizer stays below 0.3.
 MAX_TOKENS_PER_BYTE = 0.4
-# Tokens per letter, above which an English sentence encoder does not know the language. MiniLM has 0.2 to 0.4
-# in Latin scripts, 0.7 to 1.2 in Korean, Russian, Arabic, Japanese and Chinese, where a classifier on its
-# embeddings is worse than guessing the majority class (docs/experiments/real_files.md).
+# Tokens per letter, above which an English sentence encoder is assumed not to know the language. MiniLM has
+# 0.2 to 0.4 in Latin scripts, 0.7 to 1.2 in Korean, Russian, Arabic, Japanese and Chinese, where a classifier
+# on its embeddings is worse than guessing the majority class (docs/experiments/real_files.md).
 MAX_TOKENS_PER_LETTER = 0.6
-MIN_FOREIGN_SHARE = 0.005  # share of letters outside ASCII, below which a text counts as English
+MIN_FOREIGN_SHARE = 0.005  # share of letters outside ASCII, below which texts are assumed to be English
 MAX_TEXTS_CHECKED = 64
 
 

@@ -252,7 +252,7 @@ def _save_conversion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 def _load_converted_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a conversion as it was saved.
 
-    ``AutoTokenizer`` would take the class of the model type, and some change what they load:
+    ``AutoTokenizer`` would choose the class of the model type, and some classes change what they load:
     ``Qwen2Tokenizer`` adds a normalizer.
     """
     return PreTrainedTokenizerFast.from_pretrained(folder)

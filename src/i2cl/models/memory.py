@@ -61,7 +61,7 @@ def training_memory(model: nn.Module, device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of a device's memory; for a CPU, of what the process may use."""
+    """Return the size of a device's memory in bytes; for a CPU, of the memory that the process may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "mps":

@@ -94,7 +94,7 @@ def window_of(config: PreTrainedConfig) -> int | None:
         size
         for field, kind in WINDOWS.items()
         if isinstance(size := getattr(text_config, field, None), int)
-        and size > 0  # Qwen2-MoE says 0 for none
+        and size > 0  # Qwen2-MoE has 0 for no window
         and (kinds is None or kind in kinds)
     ]
     return min(sizes, default=None)

@@ -152,7 +152,7 @@ class LabelScorer:
         return self.decoder.encoder.encode(lambda text: make_prompt(text) + suffix, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
-        """Return the text in front of a label: the template's query, and a newline that belongs to it."""
+        """Return the prompt that a label follows: the template's query and `LabelTokens.query_suffix`."""
         return self.task.template.query(text) + self.labels.query_suffix
 
     def scores(
@@ -184,7 +184,7 @@ def score(
         labels: the labels of all queries, or one per query. If one of them uses full-sequence scoring, all
             do.
         edit: what changes the model's layers, if anything.
-        prefix: cached keys and values of tokens in front of every query.
+        prefix: cached keys and values of tokens that precede every query.
         progress: called as queries finish.
 
     Returns:
@@ -349,7 +349,7 @@ class _Request:
 
     @property
     def _reserve(self) -> int:
-        """Cached tokens in front of every query."""
+        """Number of cached tokens that precede every query."""
         return self.prefix.length if self.prefix else 0
 
 
