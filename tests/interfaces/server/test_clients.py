@@ -117,7 +117,7 @@ def proxy():
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         yield f"http://127.0.0.1:{server.server_port}", responses, requests
         server.shutdown()
 
