@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from types import CodeType
 from typing import Any, get_args
 
 import jaxtyping
@@ -29,8 +28,8 @@ SHAPED += ("experiments.statistics",)
 MAX_CHECKS = 3
 """How often a test checks the shapes of a function: checking every call would take a sixth of the time."""
 
-_checks: Counter[CodeType] = Counter()
-"""How often the current test has checked each function."""
+_checks: Counter[int] = Counter()
+"""How often the current test has checked each function, by the identity of its code: hashing code is slow."""
 
 
 def _has_shape(hint: Any) -> bool:
@@ -49,7 +48,9 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
                 return thing
             if not inspect.isfunction(thing):
                 return check(thing, typechecker=typechecker)
-            if _checks[thing.__code__] >= MAX_CHECKS:  # nested: decorated at each call of the outer function
+            if (
+                _checks[id(thing.__code__)] >= MAX_CHECKS
+            ):  # nested: decorated at each call of the outer function
                 return thing
             return _check_first_calls(thing, partial(check, typechecker=typechecker))
 
@@ -59,14 +60,14 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_first_calls(function: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-    checked = None  # compiled at the first call
+    checked, code = None, id(function.__code__)  # compiled at the first call
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         nonlocal checked
-        if _checks[function.__code__] >= MAX_CHECKS:
+        if _checks[code] >= MAX_CHECKS:
             return function(*args, **options)
-        _checks[function.__code__] += 1
+        _checks[code] += 1
         checked = checked or check(function)
         return checked(*args, **options)
 
