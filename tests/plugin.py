@@ -48,9 +48,8 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
                 return thing
             if not inspect.isfunction(thing):
                 return check(thing, typechecker=typechecker)
-            if (
-                _checks[id(thing.__code__)] >= MAX_CHECKS
-            ):  # nested: decorated at each call of the outer function
+            # A nested function is decorated at each call of the outer one.
+            if _checks[id(thing.__code__)] >= MAX_CHECKS:
                 return thing
             return _check_first_calls(thing, partial(check, typechecker=typechecker))
 
