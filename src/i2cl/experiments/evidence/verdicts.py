@@ -122,24 +122,22 @@ def verdict(
         ]
         if level_with:
             nearest = _strongest(compared, level_with)
-            advice = _rows_to_show(compared[nearest])
+            advice = _rows_to_show(nearest, compared[nearest])
             lead = -compared[nearest].difference
             cheap = nearest in free or nearest in cheaper
             if lead >= (0 if cheap else WORTHWHILE) or (outcome == "no_gain" and nearest in free):
                 advice = "; ".join(filter(None, [advise(nearest), advice]))
-            elif advice:
-                advice += f" from {nearest}"
     return Verdict(outcome, words, advice, against, difference, low, high, ps[against])
 
 
-def _rows_to_show(compared: Comparison) -> str:
+def _rows_to_show(rival: str, compared: Comparison) -> str:
     """Say how many rows would show a difference that is not significant; empty if it is ruled out."""
     size = abs(compared.difference)
     if size < SMALLEST and compared.low > -WORTHWHILE and compared.high < WORTHWHILE:
         return ""
     gain = size if size >= SMALLEST else WORTHWHILE
     rows = f"{rows_for(gain, compared.spread):,}"
-    return f"about {rows} held-out rows would show a difference of {_points(gain)}"
+    return f"about {rows} held-out rows would show a difference of {_points(gain)} from {rival}"
 
 
 def _not_worse(rivals: Mapping[str, Comparison], n: int, free: Collection[str]) -> tuple[Outcome, str]:
