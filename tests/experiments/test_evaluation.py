@@ -83,6 +83,11 @@ def test_run_has_scores_and_calibration_metrics(decoder, task):
     assert summarize([run, older])[0].confidence is None
 
 
+def test_scores_of_a_wrong_shape_are_refused(decoder, task):
+    wrong = Fake(Told(labels=3))
+    one_line(r"fake: log_probs returned scores of shape \(6, 3\)", evaluate, decoder, task, wrong, limit=6)
+
+
 def test_seeds_and_methods_get_the_same_queries(decoder, task):
     asked = []
     for seed in range(3):

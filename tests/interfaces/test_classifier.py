@@ -256,7 +256,7 @@ def wrong(x=None, y=None, **parameters):
         ({"x": [*X[:-1], float("nan")]}, "text 60 of X is a float, not a string"),
         ({"x": ["", *X[1:]]}, "text 1 is empty"),
         ({"x": [], "y": []}, "X has no texts"),
-        ({"x": iter(X)}, "X has 0 dimensions"),
+        ({"x": iter(X)}, "X is a list_iterator: pass a list of texts"),
         ({"y": Y[:-1]}, "X has 60 texts and y has 59 classes"),
         ({"y": ["red"] * 60}, "y has only one class, 'red'"),
         ({"y": [*Y[:-1], None]}, r"y has no class in row 60 \(missing value\)"),

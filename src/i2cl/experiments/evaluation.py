@@ -122,11 +122,17 @@ def measure(
     """Score a fitted method on labelled queries.
 
     ``shared`` holds the scores of other methods for these queries, and receives those of this one. Raises
-    I2CLError for a multi-label task.
+    I2CLError for a multi-label task, and for scores of another shape than (texts, labels).
     """
     task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
     texts = [query.text for query in queries]
     scores, seconds = (shared or SharedScores()).of(fitted.predictor, texts, progress)
+    shape, expected = tuple(scores.shape), (len(texts), len(task.labels))
+    if shape != expected:
+        name = fitted.method.full_name
+        raise I2CLError(
+            f"{name}: log_probs returned scores of shape {shape}: return (texts, labels) = {expected}"
+        )
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
     indices = {example: index for index, example in reversed(list(enumerate(task.train)))}

@@ -30,6 +30,8 @@ def as_texts(rows: Any, argument: str = "X") -> list[str]:
     if hasattr(rows, "toarray"):
         raise I2CLError(f"{argument} is a sparse matrix: pass the texts themselves, without a vectorizer")
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
+    if isinstance(column, np.ndarray) and column.ndim == 0:
+        raise I2CLError(f"{argument} is a {type(rows).__name__}: pass a list of texts")
     if isinstance(column, np.ndarray) and column.ndim != 1:
         hint = "pass one column, such as frame['text'], or join the columns of each row into one text"
         raise I2CLError(f"{argument} has {column.ndim} dimensions, but one text per row is needed: {hint}")
