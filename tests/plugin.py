@@ -20,7 +20,8 @@ from tiny import tiny_model, tiny_tokenizer  # before the hook, which would comp
 gc.disable()  # until all tests are there
 
 SHAPED = ("core", "injections", "methods", "models.architectures")
-SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
+SHAPED += ("models.batching", "models.decoder", "models.edits", "models.label_tokens")
+SHAPED += ("models.residual_check", "models.scoring")
 SHAPED += ("experiments.evaluation", "experiments.evidence.fit_evaluation", "experiments.report")
 SHAPED += ("experiments.statistics",)
 """Modules whose signatures have shapes."""
