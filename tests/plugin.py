@@ -27,7 +27,7 @@ SHAPED += ("experiments.statistics",)
 """Modules whose signatures have shapes."""
 
 MAX_CHECKS = 3
-"""How often a test checks the shapes of a function: checking every call would take a sixth of the time."""
+"""How often a test checks the shapes of a function: checking every call takes a tenth to a fifth of a fit."""
 
 _checks: Counter[int] = Counter()
 """How often the current test has checked each function, by the identity of its code: hashing code is slow."""

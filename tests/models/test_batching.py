@@ -125,7 +125,7 @@ def test_demonstrations_are_never_truncated(encoder):
 
 
 @pytest.mark.parametrize(
-    "text", ["x" * 1_000_000, WORDS * 9_000, "ä☃" * 50_000], ids=["one word", "words", "unicode"]
+    "text", ["x" * 200_000, WORDS * 2_000, "ä☃" * 20_000], ids=["one word", "words", "unicode"]
 )
 @pytest.mark.parametrize("front", ["", "<|endoftext|> "])
 def test_very_long_texts_are_truncated_with_room_for_special_tokens(text, front):

@@ -86,7 +86,7 @@ def test_model_on_the_meta_device_is_refused():
 def test_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
     rows, out, texts = (tmp_path / name for name in ("films.csv", "films", "texts"))
     rows.write_text("text,label\n" + "".join(f"film {n},{('bad', 'good')[n % 2]}\n" for n in range(8)))
-    fit = ["fit", checkpoint, rows, "--template", "{text}: {label}", "-o", out, "--shots", 2]
+    fit = ["fit", checkpoint, rows, "--template", "{text}: {label}", "-o", out, "--shots", 2, "--evaluate", 0]
     assert run(*fit, "--recipe", "fast", "--quantization", "8bit") == 0
     record = json.loads((out / "injection.json").read_text())
     assert record["base_model"]["quantization"] == "bitsandbytes 8bit"

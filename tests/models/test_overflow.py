@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fitting import films_in, injected, log_probability, made, one_line
-from i2cl import Decoder
+from i2cl import CalibrationConfig, Decoder
 from i2cl.models.scoring import LabelScorer
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -26,7 +26,7 @@ def test_predicting_in_float16_what_was_fitted_in_bfloat16_raises_on_overflow(tm
     overflowing(torch.bfloat16).model.save_pretrained(folder)
     fitted_on, other = (Decoder.from_pretrained(folder, dtype=name) for name in ("bfloat16", "float16"))
     task = films_in(("good", "bad"))
-    injection = injected(fitted_on, task, task.train[:4])
+    injection = injected(fitted_on, task, task.train[:4], CalibrationConfig(epochs=2))
     one_line("overflows in float16", injection.predict, other, TEXTS)
 
 
