@@ -75,6 +75,12 @@ def require_utf8(text: str, name: str) -> None:
         raise I2CLError(f"{name} {text!a} contains a lone surrogate or is not UTF-8: rename it or correct it")
 
 
+def require_type(name: str, value: object, kind: type, hint: str) -> None:
+    """Raise I2CLError if an argument is not an instance of ``kind``; ``hint`` says what to pass."""
+    if not isinstance(value, kind):
+        raise I2CLError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}: {hint}")
+
+
 def require_packages(what: str, extra: str, *modules: str, instead: str = "") -> None:
     """Raise I2CLError, with the command that installs them, if packages of an optional extra are missing.
 

@@ -88,7 +88,7 @@ def test_another_model_of_the_same_shape_is_accepted_with_force(ask):
 
 @pytest.mark.parametrize("wrong", ["llama", None])
 def test_other_types_of_decoder_are_refused(wrong):
-    one_line(f"decoder is a {type(wrong).__name__}: pass a Decoder", made().log_probs, wrong, TEXTS)
+    one_line(f"decoder must be of type Decoder, not {type(wrong).__name__}", made().require_base, wrong)
 
 
 def test_repr_omits_the_tensors_of_the_edit():
@@ -257,7 +257,7 @@ def test_malformed_description_is_refused(saved, content):
         ({"format_version": 2, "later": 1}, "format_version=2: this i2cl reads version 1"),
         ({"later": 1}, "later=1: unknown field"),
         ({"positions": "middle"}, "positions='middle': "),
-        ({"extraction": {"sublayers": "all"}}, "extraction.sublayers='all': "),
+        ({"extraction": {"sublayers": "all"}}, "extraction: option sublayers='all': "),
         ({"history": ["low"]}, "history.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),

@@ -50,12 +50,28 @@ WRONG += [{"formula": "add", "init_lambda": 0.0}, {"formula": "balance", "init_b
 
 @pytest.mark.parametrize("fields", [*WRONG, {"noise": math.nan}, {"learning_rate": 1e-2}])
 def test_settings_are_validated_and_immutable(fields):
-    with pytest.raises(ValidationError):
-        CalibrationConfig(**fields)
+    one_line("", CalibrationConfig, **fields)
+    one_line("", CalibrationConfig.recipe, "paper", **fields)
     with pytest.raises(ValidationError):
         CalibrationConfig().lr = 1.0
     with pytest.raises(TypeError):
         RECIPES["released"]["warmup"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"epochs": -1}, "^option epochs=-1: Input should be greater than or equal to 0$"),
+        ({"layers": (0, "x")}, r"^option layers=\(0, 'x'\): "),
+        (
+            {"formula": "add", "init_lambda": 0.0},
+            "^formula='add' cannot train init_lambda <= 0: start above 0$",
+        ),
+        ({"epoch": 1}, "^CalibrationConfig has no option 'epoch': did you mean 'epochs'"),
+    ],
+)
+def test_invalid_setting_is_named_with_its_value(fields, message):
+    one_line(message, CalibrationConfig, **fields)
 
 
 def test_recipes_change_only_the_named_settings():

@@ -42,7 +42,7 @@ from i2cl.core.weights import ClassWeight, apply_class_weight
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import Scoring
 from i2cl.models.memory import MemoryWarning, free_memory
-from i2cl.models.scoring import LabelScorer
+from i2cl.models.scoring import LabelScorer, require_decoder_and_task
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Examples, Task
 
@@ -113,7 +113,7 @@ def anchor(
             ``scoring="sequence"``, on a decoder whose blocks do not simply add their sublayers' outputs, or
             on scores that are not finite.
     """
-    config = config or AnchoredConfig()
+    config = AnchoredConfig.or_default(config)
     objective = _make_objective(decoder, task, demonstrations, config, scoring)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
@@ -153,7 +153,8 @@ def anchor(
 def _make_objective(
     decoder: Decoder, task: Task, demonstrations: Examples, config: AnchoredConfig, scoring: Scoring
 ) -> Objective:
-    """Check the demonstrations and the model, and return the loss of the fit."""
+    """Check the arguments, and return the loss of the fit."""
+    require_decoder_and_task(decoder, task)
     if task.multi_label:
         require_multi_label(task, demonstrations)
     else:

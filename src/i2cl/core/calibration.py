@@ -15,12 +15,12 @@ from i2cl.core.context import require_demonstrations
 from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.recipe import ACTIVE_SUBLAYERS, CalibrationConfig
 from i2cl.core.weights import apply_class_weight, example_weights
-from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
+from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory, require_type
 from i2cl.models.batching import Batch, budget_chunks, common_prefix, packing_pays
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
 from i2cl.models.label_tokens import Scoring
-from i2cl.models.scoring import LabelScorer
+from i2cl.models.scoring import LabelScorer, require_decoder_and_task
 from i2cl.models.training import LabelLikelihood, StepProgress, minimize_lbfgs, train
 from i2cl.tasks import Examples, Task
 
@@ -63,7 +63,9 @@ def calibrate(
         I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit, on
             a loss that is not finite, or if a step does not fit into memory.
     """
-    config = config or CalibrationConfig()
+    config = CalibrationConfig.or_default(config)
+    require_decoder_and_task(decoder, task)
+    require_type("extracted", extracted, Injection, "pass the result of extract")
     make_scorer = LabelScorer.for_fit if config.loss == "labels" else LabelScorer
     scorer = make_scorer(decoder, task, scoring)
     require_demonstrations(task, demonstrations)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig, ExtractConfig
-from i2cl.errors import LONE_SURROGATE, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError, require_type
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.tasks import Examples, Task
+from i2cl.models.scoring import require_decoder_and_task
+from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label
 
 
@@ -45,7 +46,8 @@ def extract(
         I2CLError: without demonstrations, if one has an unknown label or does not fit into the context, or if
             the model's blocks do not simply add their sublayers' outputs.
     """
-    config = config or ExtractConfig()
+    config = ExtractConfig.or_default(config)
+    require_decoder_and_task(decoder, task)
     require_demonstrations(task, demonstrations)
     decoder.require_identity()
     builders = [
@@ -97,6 +99,7 @@ def extract_classes(
     their ``demonstrations``, is the context vector of the paper. Raises I2CLError if a class has no
     demonstration, and as `extract`.
     """
+    require_decoder_and_task(decoder, task)
     require_demonstrations(task, demonstrations)
     groups = group_by_label(demonstrations, len(task.labels))
     for word, group in zip(task.labels, groups, strict=True):
@@ -115,9 +118,12 @@ def require_demonstrations(task: Task, demonstrations: Examples) -> None:
 
 
 def require_labels(task: Task, demonstrations: Examples) -> None:
-    """Raise I2CLError if a demonstration has an unknown label, or text that is not valid Unicode."""
+    """Raise I2CLError if a demonstration is not an `Example`, has an unknown label, or text that is not
+    valid Unicode.
+    """
     task.require_single_label("this method", "use the method anchored")
     for number, example in enumerate(demonstrations, start=1):
+        require_type(f"demonstration {number}", example, Example, "give Example(text, label)")
         if not 0 <= example.label < len(task.labels):
             known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"
             raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")

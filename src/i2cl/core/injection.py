@@ -22,8 +22,8 @@ from i2cl.core.ablations import Positions, at_positions
 from i2cl.core.experts import LLM, EmbeddingsExpert, TextExpert, pool, stored_experts
 from i2cl.core.recipe import ExtractConfig
 from i2cl.encoders import absolute
-from i2cl.errors import I2CLError
-from i2cl.models.decoder import Decoder
+from i2cl.errors import I2CLError, require_type
+from i2cl.models.decoder import DECODER_HINT, Decoder
 from i2cl.models.edits import AffineEdit, Edit
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.label_tokens import Scoring
@@ -393,10 +393,8 @@ class Injection:
         Raises:
             I2CLError: naming the difference, or if ``decoder`` is not a `Decoder`.
         """
-        given: object = decoder
-        if not isinstance(given, Decoder | ModelIdentity):
-            hint = "pass a Decoder, such as Decoder.from_pretrained('smollm2')"
-            raise I2CLError(f"decoder is a {type(given).__name__}: {hint}")
+        if not isinstance(decoder, ModelIdentity):
+            require_type("decoder", decoder, Decoder, DECODER_HINT)
         other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)

@@ -5,7 +5,7 @@ Details".
 """
 
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -108,10 +108,11 @@ class CalibrationConfig(TrainConfig):
 
     @classmethod
     def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":
-        """Return a recipe with changes. Raises I2CLError if the name is unknown."""
+        """Return a recipe with changes. Raises I2CLError if the name is unknown or a change invalid."""
         if name not in RECIPES:
             raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
-        return cls.model_validate({**RECIPES[name], **changes})
+        options: dict[str, Any] = {**RECIPES[name], **changes}
+        return cls(**options)
 
     @property
     def rounds(self) -> int:

@@ -15,7 +15,7 @@ import transformers
 from jaxtyping import Int
 
 from i2cl.core.injection import Injection
-from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
+from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory, require_type
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
@@ -26,7 +26,7 @@ from i2cl.methods.postprocessing import PostProcessedPredictor, Wrapper
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import dtype_name, quantization_of
-from i2cl.models.scoring import Progress
+from i2cl.models.scoring import Progress, require_decoder_and_task
 from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
 
@@ -182,8 +182,11 @@ def evaluate(
         progress: called as queries finish.
 
     Raises:
-        I2CLError: if there are too few rows to draw from, or the method cannot be fitted.
+        I2CLError: if an argument has the wrong type, there are too few rows to draw from, or the method
+            cannot be fitted.
     """
+    require_decoder_and_task(decoder, task)
+    require_type("method", method, Method, "make one with make_methods")
     if demonstrations is None:
         demonstrations = task.sample(shots, seed)
     queries = task.queries(limit)

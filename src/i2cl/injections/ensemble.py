@@ -14,13 +14,13 @@ from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from i2cl import encoders
 from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import Injection, LabelHead
 from i2cl.encoders import EmbeddingsConfig
-from i2cl.errors import I2CLError, first_problem
+from i2cl.errors import I2CLError
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, log_softmax
 from i2cl.models.language import LanguageWarning, knows_language
 from i2cl.models.training import Settings
@@ -67,11 +67,7 @@ class EnsembleConfig(Settings):
     def take_from(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
         """Split off the options of an ensemble from others. Raises I2CLError on an invalid value."""
         own = {name: value for name, value in options.items() if name in cls.model_fields}
-        try:
-            config = cls.model_validate(own)
-        except ValidationError as error:
-            raise I2CLError(f"option {first_problem(error)}") from None
-        return config, {name: value for name, value in options.items() if name not in own}
+        return cls(**own), {name: value for name, value in options.items() if name not in own}
 
     @classmethod
     def of(cls, head: LabelHead) -> Self:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from i2cl.core.ablations import Positions, at_positions
 from i2cl.core.injection import Injection, LabelHead
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, require_type
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, Edit, HookPoint
@@ -114,8 +114,10 @@ class InjectionPool:
             force: accept an injection of another model of the same shape.
 
         Raises:
-            I2CLError: if it was fitted on another model, or its sentence encoder is not installed.
+            I2CLError: if it is not an `Injection` or was fitted on another model, or its sentence encoder is
+                not installed.
         """
+        require_type(f"injection {name!r}", injection, Injection, "load it with Injection.from_pretrained")
         injection.require_base(self.decoder, force=force)
         device = self.decoder.device
         if injection.head.embeddings is not None:

@@ -19,6 +19,7 @@ from i2cl.core.recipe import CalibrationConfig, ExtractConfig, Sublayers
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
+from i2cl.models.scoring import require_decoder_and_task
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
@@ -81,7 +82,7 @@ def related(
     Raises:
         I2CLError: on an anchor with another model, other sublayers or other positions.
     """
-    config = config or TransferConfig()
+    config = TransferConfig.or_default(config)
     _require_compatible(anchors, new.base, new.extraction.sublayers, new.positions)
     cosines = [similarity(new, anchor) for anchor in anchors]
     indices = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
@@ -124,11 +125,13 @@ def transfer(
         I2CLError: if an anchor or ``first`` has another model, other sublayers or other positions; if
             ``first`` has another task; or as `extract` and `calibrate`.
     """
-    calibration = calibration or CalibrationConfig()
+    require_decoder_and_task(decoder, task)
+    config = TransferConfig.or_default(config)
+    calibration = CalibrationConfig.or_default(calibration, "calibration")
     if calibration.formula != "linear":
         problem = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
         raise I2CLError(f"{problem}: use formula='linear'")
-    extraction = first.extraction if first else extraction or ExtractConfig()
+    extraction = first.extraction if first else ExtractConfig.or_default(extraction, "extraction")
     _require_compatible(anchors, decoder, extraction.sublayers, calibration.positions)  # before any fit
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
     if first is None:

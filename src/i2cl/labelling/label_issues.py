@@ -20,6 +20,7 @@ from i2cl.injections.temperature import likely_temperature, log_softmax
 from i2cl.methods import Predictor, make_methods
 from i2cl.methods.cross_validation import cross_validate
 from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import require_decoder_and_task
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
 
@@ -85,6 +86,7 @@ def review(
         I2CLError: with fewer than two labels that have two texts, on an empty text, or for a multi-label
             task.
     """
+    require_decoder_and_task(decoder, task)
     task.require_single_label("a review of labels")
     if log_probs is None:
         log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress)

@@ -20,7 +20,7 @@ from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import prior_bias
 from i2cl.methods.linear_probe import query_states
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, map_batches
+from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, map_batches, require_decoder_and_task
 from i2cl.tasks import Task
 from i2cl.tasks.sample import text_key
 
@@ -87,6 +87,7 @@ def suggest(
         I2CLError: if fewer than ``n`` candidates are left or a text is empty, or for a multi-label task.
     """
     plain = task.task if isinstance(task, Injection) else task
+    require_decoder_and_task(decoder, plain)
     plain.require_single_label("the choice of texts to label")
     first_index: dict[str, int] = {}
     for index, text in enumerate(texts):

@@ -4,20 +4,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args, get_origin, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-import pydantic
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress
+from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-S = TypeVar("S", bound=pydantic.BaseModel)
 LabelScores = Float[Tensor, "texts labels"]
 
 
@@ -76,7 +74,7 @@ class Method(ABC):
         is_transductive: whether the scores of a text depend on the other texts in the same call.
         is_stochastic: whether the result depends on the sampled demonstrations or the seed. For a wrapper:
             whether it adds such a dependence.
-        settings: pydantic models of its options, which are its constructor's arguments in this order.
+        settings: classes of its options, which are its constructor's arguments in this order.
     """
 
     name: ClassVar[str]
@@ -84,7 +82,7 @@ class Method(ABC):
     needs: ClassVar[str] = "demonstrations"
     is_transductive: ClassVar[bool] = False
     is_stochastic: ClassVar[bool] = True
-    settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
+    settings: ClassVar[tuple[type[Settings], ...]] = ()
 
     @abstractmethod
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
@@ -129,7 +127,10 @@ class Method(ABC):
 
         ``inner`` is the method that a wrapper wraps. Raises I2CLError on an invalid value.
         """
-        return cls(*inner, *(_validate(model, options) for model in cls.settings))
+        own = [
+            {name: options[name] for name in model.model_fields if name in options} for model in cls.settings
+        ]
+        return cls(*inner, *(model(**values) for model, values in zip(cls.settings, own, strict=True)))
 
 
 def count_correct(predictor: Predictor, rows: Examples) -> int:
@@ -143,16 +144,3 @@ def _literal_values(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [value for part in get_args(annotation) for value in _literal_values(part)]
-
-
-def _validate(model: type[S], options: Mapping[str, Any]) -> S:
-    """Return a model of the options that it has. Raises I2CLError on the first invalid one."""
-    try:
-        return model.model_validate({name: options[name] for name in model.model_fields if name in options})
-    except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["loc"]:  # empty for an invalid combination of options
-            name = str(problem["loc"][0])
-            message = f"option {name}={repr(options[name])[:200]}: {message}"
-        raise I2CLError(message) from None

@@ -42,6 +42,8 @@ from i2cl.models.restore import frozen, lock_of
 
 T = TypeVar("T")
 
+DECODER_HINT = "load one with Decoder.from_pretrained"  # for arguments of another type
+
 # Default of `Decoder.token_budget`. Larger batches are slower on a CPU: docs/performance.md.
 GPU_BUDGET = 16384
 CPU_BUDGET = 1024

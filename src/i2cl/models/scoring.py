@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from i2cl.errors import LONE_SURROGATE, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError, require_type
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
-from i2cl.models.decoder import Decoder
+from i2cl.models.decoder import DECODER_HINT, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.label_tokens import LabelTokens, Scoring, SharedFirstTokenError, find_label_tokens
 from i2cl.models.precision import dtype_name
@@ -80,6 +80,12 @@ def require_texts(texts: Sequence[str]) -> None:
         raise TextError(problems, len(texts), "correct or remove " + ("them" if len(problems) > 1 else "it"))
 
 
+def require_decoder_and_task(decoder: Decoder, task: Task) -> None:
+    """Raise I2CLError if an argument has another type, such as the name of a model or of a task."""
+    require_type("decoder", decoder, Decoder, DECODER_HINT)
+    require_type("task", task, Task, "load one with load_task, or construct a Task")
+
+
 @dataclass(frozen=True)
 class LabelScorer:
     """A task on a decoder: encodes its texts as queries and computes label scores.
@@ -91,12 +97,18 @@ class LabelScorer:
         task: gives template and label words.
         scoring: first-token, full-sequence or word-level scoring, or ``"auto"``: depends on the labels.
         word_weights: fitted weights, if any.
+
+    Raises:
+        I2CLError: if ``decoder`` is not a `Decoder` or ``task`` not a `Task`.
     """
 
     decoder: Decoder
     task: Task
     scoring: Scoring = "auto"
     word_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        require_decoder_and_task(self.decoder, self.task)
 
     @classmethod
     def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":

@@ -4,14 +4,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, did_you_mean, require_type
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
@@ -23,13 +23,49 @@ from i2cl.models.scoring import labelled_batch, sequence_log_probabilities
 StepProgress = Callable[[int, int, float], None]
 PROGRESS_STEPS = 20  # steps between progress calls and checks of the loss
 
+MAX_VALUE_LENGTH = 200  # characters of an invalid option's value in an error message
+
 _HINT = "lower the noise or the learning rate, or load the model in float32"
 
 
 class Settings(BaseModel):
-    """Base class of settings: immutable, and strict about unknown names."""
+    """Base class of settings: immutable, and strict about unknown names.
+
+    Raises:
+        I2CLError: on the first invalid option.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise I2CLError(self._first_problem(error, options)) from None
+
+    @classmethod
+    def _first_problem(cls, error: ValidationError, options: dict[str, Any]) -> str:
+        """Return which option is wrong and why, in one line."""
+        problem = error.errors(include_url=False)[0]
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:  # an invalid combination of options
+            return message
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            hint = did_you_mean(name, cls.model_fields)
+            return f"{cls.__name__} has no option {name!r}: {hint}choose from {', '.join(cls.model_fields)}"
+        return f"option {name}={repr(options.get(name))[:MAX_VALUE_LENGTH]}: {message}"
+
+    @classmethod
+    def or_default(cls, config: Self | None, name: str = "config") -> Self:
+        """Return ``config``, or the default settings for None.
+
+        Raises I2CLError, naming the argument, for another type, such as a dict.
+        """
+        if config is None:
+            return cls()
+        require_type(name, config, cls, f"pass {cls.__name__}(...)")
+        return config
 
 
 class TrainConfig(Settings):

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from jaxtyping import Float, Shaped
-from pydantic import BaseModel
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
@@ -40,6 +39,7 @@ from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import Scoring
 from i2cl.models.precision import dtype_name
+from i2cl.models.training import Settings
 from i2cl.tasks import Task, Template
 from i2cl.tasks.labels import require_confidence
 from i2cl.tasks.template import DEFAULT_TEMPLATE
@@ -295,7 +295,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classes = _stored_classes(state)
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
         settings = injection.extraction.model_dump() | injection.settings
-        configs: list[type[BaseModel]] = [*method.settings, EnsembleConfig]
+        configs: list[type[Settings]] = [*method.settings, EnsembleConfig]
         fields = {option: field for config in configs for option, field in config.model_fields.items()}
         changed = {
             option: value
