@@ -261,6 +261,11 @@ def test_an_invalid_prior_std_is_refused(prior_std):
         AnchoredConfig(prior_std=prior_std)
 
 
+def test_demonstrations_of_one_class_are_refused():
+    message = "^anchored calibration needs demonstrations of at least two classes: add some$"
+    one_line(message, anchor, made("llama"), task(), [Example("a warm film", 0)] * 3)
+
+
 def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     (method,) = make_methods(["anchored"], {"steps": 1})
     assert method.fit_injection(made("llama"), task(), SHOWN, 7).seed == 7

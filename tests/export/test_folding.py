@@ -119,7 +119,7 @@ def test_injections_that_are_not_a_bias_are_refused():
     hidden = {"context": values, "extraction": ExtractConfig(sublayers="hidden", separator=False)}
     blocks = replace(injection, coefficients=torch.zeros(decoder.layers, 1, 2), **hidden)
     one_line("block outputs", fold, decoder, blocks)
-    one_line("full sequences.*scoring=.words.", fold, *drawn("llama", SHARED))
+    one_line("^this injection scores full label sequences, .*scoring=.words.", fold, *drawn("llama", SHARED))
     _, deeper = drawn("llama", num_hidden_layers=3)
     one_line(r"\(layers, width\) \(3, 32\)", fold, decoder, deeper)
 

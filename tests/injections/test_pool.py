@@ -97,6 +97,8 @@ def test_bad_input():
     decoder = decoder_of("llama")
     pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
     one_line("2 texts, but 1 task ids", pool.log_probs, ["a", "b"], ["0"])
+    one_line("task_ids is the string '01': give a list", pool.log_probs, ["a", "b"], "01")
+    one_line("task_ids is the string '01': give a list", pool.predict, ["a", "b"], "01")
     one_line("text 3 is empty", pool.log_probs, ["a", "b", " "], ["0", "0", "1"])
     one_line("was made on", pool.load, "c", made(decoder_of("gpt2"), 0))
     other = made(decoder, 0)

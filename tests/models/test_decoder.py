@@ -40,6 +40,12 @@ def test_sizes_name_and_context_length(decoder):
     assert Decoder(tiny_model("bloom"), tokenizer).max_length == 77
 
 
+@pytest.mark.parametrize("budget", [0, -1])
+def test_token_budget_below_one_is_refused(budget):
+    message = f"token_budget is {budget}: give at least 1, or None"
+    one_line(message, Decoder, tiny_model("llama"), tiny_tokenizer(), token_budget=budget)
+
+
 def test_unknown_model_types_take_an_architecture():
     model = tiny_model("llama")
     model.config.model_type = "llama-of-a-neighbour"

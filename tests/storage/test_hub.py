@@ -187,7 +187,7 @@ def cached(tmp_path, monkeypatch):
 def test_cached_repository_is_read_offline(cached, refused):
     for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
         assert Injection.from_pretrained("user/films", revision=revision).seed == seed
-    for name, revision in (("user/films", "v2"), ("other/films", None), ("not a name!", None)):
+    for name, revision in (("user/films", "v2"), ("other/films", None)):
         says = "no such folder, and the hub (cannot be reached|says)"
         message = one_line(says, Injection.from_pretrained, name, revision=revision)
         assert name in message
@@ -196,6 +196,12 @@ def test_cached_repository_is_read_offline(cached, refused):
     one_line(r"damaged or missing|the hub (cannot be reached|says)", Injection.from_pretrained, "user/films")
     message = refused("predict", "other/films", "texts.txt")
     assert "no injection at 'other/films': no such folder, and the hub cannot be reached; make one" in message
+
+
+@pytest.mark.parametrize("name", ["/nope/films", "nope/films/first", "not a name!"])
+def test_missing_folder_that_cannot_be_on_the_hub_is_reported(name):
+    message = f"^no injection at '{name}': no such folder, and it is not the name of a hub repository; make"
+    one_line(message, Injection.from_pretrained, name)
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])

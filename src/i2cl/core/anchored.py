@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 
 from i2cl.core.adamw import fit_adamw
-from i2cl.core.context import require_demonstrations
+from i2cl.core.context import require_two_classes
 from i2cl.core.gauss_newton import fit_gauss_newton
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
@@ -109,9 +109,9 @@ def anchor(
             done, the maximum number of steps and the mean loss in nats.
 
     Raises:
-        I2CLError: without demonstrations, with too many, if the fit does not fit into memory, for
-            ``scoring="sequence"``, on a decoder whose blocks do not simply add their sublayers' outputs, or
-            on scores that are not finite.
+        I2CLError: without demonstrations of two classes, with too many demonstrations, if the fit does not
+            fit into memory, for ``scoring="sequence"``, on a decoder whose blocks do not simply add their
+            sublayers' outputs, or on scores that are not finite.
     """
     config = AnchoredConfig.or_default(config)
     objective = _make_objective(decoder, task, demonstrations, config, scoring)
@@ -158,7 +158,7 @@ def _make_objective(
     if task.multi_label:
         require_multi_label(task, demonstrations)
     else:
-        require_demonstrations(task, demonstrations)
+        require_two_classes("anchored calibration", task, demonstrations)
     check_fit_size(len(demonstrations), len({label for example in demonstrations for label in example.ids}))
     decoder.require_identity()
     if config.class_weight is not None:

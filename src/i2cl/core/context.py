@@ -117,6 +117,13 @@ def require_demonstrations(task: Task, demonstrations: Examples) -> None:
     require_labels(task, demonstrations)
 
 
+def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
+    """Raise I2CLError without demonstrations of at least two classes, or as `require_labels`."""
+    require_demonstrations(task, demonstrations)
+    if len({example.label for example in demonstrations}) < 2:
+        raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
+
+
 def require_labels(task: Task, demonstrations: Examples) -> None:
     """Raise I2CLError if a demonstration is not an `Example`, has an unknown label, or text that is not
     valid Unicode.

@@ -305,8 +305,7 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
     """Return the label tokens that an export scores.
 
     Raises I2CLError if the model or the injection cannot be folded, the injection scores full label
-    sequences, whose probabilities the next token does not hold, or its task is a multi-label task and the
-    export is not for these.
+    sequences, or its task is a multi-label task and the export does not support these.
     """
     if not multi_label:
         injection.task.require_single_label("this export", "export a text classifier (--to classifier)")
@@ -321,7 +320,7 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
     require_foldable(injection)
     labels = injection.scorer(decoder).labels
     if labels.full_sequences:
-        problem = "labels that share their first token are scored as full sequences, which no export can hold"
+        problem = "this injection scores full label sequences, but an export scores only the next token"
         raise I2CLError(f"{problem}: fit it again with scoring='words', or {USE_HOOKS}")
     return labels
 

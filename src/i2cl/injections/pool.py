@@ -160,7 +160,8 @@ class InjectionPool:
             progress: called as texts finish.
 
         Raises:
-            I2CLError: on an unknown name, an empty text, or lists of different lengths.
+            I2CLError: on an unknown name, an empty text, lists of different lengths, or one string instead of
+                a list.
         """
         rows = self.score_rows(self._queries(texts, task_ids), progress=progress)
         return [row.log_probs for row in rows]
@@ -232,6 +233,8 @@ class InjectionPool:
         return scores
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
+        if isinstance(task_ids, str):
+            raise I2CLError(f"task_ids is the string {task_ids!r}: give a list with a name for each text")
         if len(texts) != len(task_ids):
             raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give one per text")
         require_texts(texts)

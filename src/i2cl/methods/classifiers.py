@@ -18,7 +18,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.core.context import require_demonstrations
+from i2cl.core.context import require_two_classes
 from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
 from i2cl.encoders import EmbeddingsConfig, EncoderConfig, embed, load_sentence_transformer
 from i2cl.errors import I2CLError, require_packages
@@ -27,13 +27,6 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
-
-
-def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
-    """Raise I2CLError unless there are demonstrations of at least two classes."""
-    require_demonstrations(task, demonstrations)
-    if len({example.label for example in demonstrations}) < 2:
-        raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from i2cl.core.context import require_two_classes
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Method
-from i2cl.methods.classifiers import ClassifierPredictor, regression_cost, require_two_classes
+from i2cl.methods.classifiers import ClassifierPredictor, regression_cost
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States

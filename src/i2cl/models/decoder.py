@@ -76,6 +76,8 @@ class Decoder:
     Every call restores the model (weights, hooks, training mode and ``requires_grad``), also after an error.
     Calls from several threads are serialized.
 
+    Raises I2CLError on an unknown model type without ``architecture``, or a ``token_budget`` below 1.
+
     Attributes:
         model: the transformers causal LM.
         tokenizer: its tokenizer; the padding side is neither used nor changed.
@@ -100,6 +102,8 @@ class Decoder:
         revision: str | None = None,
         token_budget: int | None = None,
     ) -> None:
+        if token_budget is not None and token_budget < 1:
+            raise I2CLError(f"token_budget is {token_budget}: give at least 1, or None for the default")
         disable_4bit_repacking(model)
         self.model = model
         self.tokenizer = tokenizer
@@ -133,7 +137,7 @@ class Decoder:
         """Load a model; see `i2cl.models.loading.load_model_and_tokenizer` for the arguments.
 
         Raises:
-            I2CLError: as `load_model_and_tokenizer`, or on an unknown model type without ``architecture``.
+            I2CLError: as `load_model_and_tokenizer` and the constructor.
         """
         model, tokenizer = load_model_and_tokenizer(
             name,

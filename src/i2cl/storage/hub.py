@@ -16,7 +16,7 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from i2cl.errors import I2CLError, did_you_mean, first_line
 
@@ -33,8 +33,10 @@ _STATUS_PROBLEMS = {
 }
 
 
-def _failure(error: Exception) -> str:
+def download_failure(error: Exception) -> str:
     """Return why a download failed: the hub client hides a missing connection in LocalEntryNotFoundError."""
+    if isinstance(error, HFValidationError):
+        return "it is not the name of a hub repository"
     if isinstance(error, LocalEntryNotFoundError):
         return "the hub cannot be reached"
     return f"the hub says {type(error).__name__}"
@@ -51,7 +53,7 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
     except _HUB_ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         raise I2CLError(
-            f"no injection at {name!r}{at}: no such folder, and {_failure(error)}; "
+            f"no injection at {name!r}{at}: no such folder, and {download_failure(error)}; "
             "make one with `i2cl fit MODEL TASK -o FOLDER`"
         ) from None
 
@@ -63,7 +65,7 @@ def download_file(name: str) -> Path:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
     except _HUB_ERRORS as error:
         raise I2CLError(
-            f"no file {name!r}: there is no such local file, and {_failure(error)}; give a "
+            f"no file {name!r}: there is no such local file, and {download_failure(error)}; give a "
             "path, or owner/repository/file"
         ) from None
 

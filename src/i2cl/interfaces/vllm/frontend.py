@@ -39,6 +39,7 @@ from i2cl.models.loading import resolve_name
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import LabelScorer, require_texts
 from i2cl.storage.card import describe_llm_alone
+from i2cl.storage.hub import download_failure
 
 MAX_LABEL_TOKENS = 128  # vLLM's limit on ``logprob_token_ids`` per prompt
 Edge = tuple[Ids, int]  # of the trie of label tokens: a label prefix, and a token that follows it
@@ -313,8 +314,7 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
             )
             folder = Path(snapshot)
         except (OSError, ValueError) as error:
-            reason = f"no such folder, and the hub says {type(error).__name__}"
-            raise I2CLError(f"no model at {name!r}: {reason}") from None
+            raise I2CLError(f"no model at {name!r}: no such folder, and {download_failure(error)}") from None
     if not (folder / "config.json").is_file():
         raise I2CLError(f"{name!r} is not a model folder: it has no config.json")
     return folder
