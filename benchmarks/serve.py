@@ -171,7 +171,7 @@ class Bench:
         size = max(1, round(self.load(connections=16)["batch"]))
         pairs = [(self.load(connections=16)["rate"], self.direct(size)) for _ in range(self.rounds)]
         detail: dict[str, Any] = {"pairs": pairs, "rows_a_batch": size}
-        yield _row("16 connections / direct lists, rows a second", _ratio(pairs), "x", ">= 0.85", detail)
+        yield _row("16 connections / direct lists, rows per second", _ratio(pairs), "x", ">= 0.85", detail)
 
     def latency(self) -> Iterator[dict[str, Any]]:
         """Compare one connection with direct calls."""
@@ -239,8 +239,8 @@ class Bench:
                 }
             )
         names = (
-            ("4 x the rate it can serve: goodput / capacity", "goodput", "x", ">= 0.9"),
-            ("the same: p99 of what is accepted / (bound / capacity)", "p99_over_bound", "x", "<= 1.2"),
+            ("requests at 4 x capacity: goodput / capacity", "goodput", "x", ">= 0.9"),
+            ("the same: p99 of accepted requests / (bound / capacity)", "p99_over_bound", "x", "<= 1.2"),
             ("the same: p99 of refusals", "refused_p99_ms", "ms", "< 50"),
         )
         for name, key, unit, target in names:
