@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
 from i2cl import Example, I2CLError, Injection, encoders, make_methods
+from i2cl.core.language import LanguageWarning
 from i2cl.export import make_golden
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
@@ -20,7 +21,6 @@ from i2cl.injections.temperature import with_temperature
 from i2cl.interfaces.batch_prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
-from i2cl.models.language import LanguageWarning
 from i2cl.storage.card import describe_llm_alone, export_card
 from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from plugin import WordsEncoder

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from i2cl.core.injection import Injection
+from i2cl.core.language import warn_of_language
 from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.fit_evaluation import (
     EvaluationPlan,
@@ -20,7 +21,6 @@ from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
-from i2cl.models.language import warn_of_language
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Examples, Task
 

@@ -19,10 +19,10 @@ from pydantic import BeforeValidator, Field
 from i2cl import encoders
 from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import Injection, LabelHead
+from i2cl.core.language import LanguageWarning, knows_language
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, log_softmax
-from i2cl.models.language import LanguageWarning, knows_language
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
