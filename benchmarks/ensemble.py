@@ -22,9 +22,12 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import difference
 from i2cl.experiments.store import Store
 from i2cl.injections.ensemble import TEXT_PRIORS, WeightPrior, cross_fitted, likely_weights
-from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE, log_softmax
+from i2cl.injections.temperature import TEMPERATURE_SPREAD, TYPICAL_TEMPERATURE, log_softmax
 
-PRIORS = [WeightPrior(1 / TYPICAL_TEMPERATURE, SPREAD / TYPICAL_TEMPERATURE), *TEXT_PRIORS.values()]
+PRIORS = [
+    WeightPrior(1 / TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD / TYPICAL_TEMPERATURE),
+    *TEXT_PRIORS.values(),
+]
 MEMBERS = ("anchored", "embeddings", "tfidf")
 OTHER_TASKS = "prior of the other tasks"
 METHODS = ("ensemble", "typical weights", OTHER_TASKS, "product", "anchored", "embeddings", "tfidf")

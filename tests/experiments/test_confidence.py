@@ -126,6 +126,8 @@ def test_temperature_with_prior_minimizes_loss_plus_prior():
 
     def objective(log_temperature):
         own = measured(log_softmax(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
-        return own + (log_temperature - np.log(TYPICAL_TEMPERATURE)) ** 2 / (2 * temperature.SPREAD**2)
+        return own + (log_temperature - np.log(TYPICAL_TEMPERATURE)) ** 2 / (
+            2 * temperature.TEMPERATURE_SPREAD**2
+        )
 
     assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)

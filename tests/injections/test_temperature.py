@@ -7,7 +7,7 @@ import torch
 
 from fitting import one_line
 from i2cl import with_label_prior, with_temperature
-from i2cl.core.injection import TEMPERATURES
+from i2cl.core.injection import TEMPERATURE_BOUNDS
 from i2cl.models.scoring import label_log_probs
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
@@ -35,7 +35,7 @@ def test_predictions_do_not_change_even_for_scores_one_bit_apart():
     low = -torch.rand(3000, generator=torch.Generator().manual_seed(0)) * 20
     pairs = torch.stack([low, low.nextafter(torch.tensor(0.0))], -1)
     pairs = torch.cat([pairs, pairs.flip(-1), low[:, None].expand(-1, 2)])
-    for temperature in (*TEMPERATURES, 0.3, 2.2, 117.0):
+    for temperature in (*TEMPERATURE_BOUNDS, 0.3, 2.2, 117.0):
         for bias in (None, torch.tensor(BIAS)):
             wanted = label_log_probs(pairs, bias, 1.0).argmax(-1)
             result = label_log_probs(pairs, bias, temperature)

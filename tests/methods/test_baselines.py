@@ -35,7 +35,7 @@ def test_label_anchor_matches_masked_attention(model_type, films, demonstrations
     decoder = made(model_type)
     predictor = fit("label_anchor", decoder, films, demonstrations)
     places = anchor_indices(decoder, films, predictor.shown, len(predictor.prefix.ids))
-    assert predictor.prefix.kept == places
+    assert predictor.prefix.remaining == places
     pieces = [decoder.tokenizer.decode([predictor.prefix.ids[place]]) for place in places]
     assert "warm" not in "".join(pieces)
     assert "".join(pieces).count("Review") == "".join(pieces).count("Sentiment") + 1 == len(SHOWN) + 1

@@ -36,7 +36,7 @@ from i2cl.tasks.labels import predicted_labels
 
 LABEL_PRIOR = "label_prior"  # key in the settings with the origin of a label bias
 DEFAULT_THRESHOLD = 0.5  # minimum probability of a label, in a multi-label task
-TEMPERATURES = (0.001, 1000.0)  # minimum and maximum; beyond, rounding could make different scores equal
+TEMPERATURE_BOUNDS = (0.001, 1000.0)  # beyond, rounding could make different scores equal
 
 
 class PrecisionWarning(UserWarning):
@@ -109,15 +109,15 @@ class LabelHead:
 
         Raises:
             I2CLError: if the bias is not one finite number per label, the temperature is outside
-                `TEMPERATURES`, word weights or text experts do not fit the labels, weights of an ensemble are
-                negative or not one per member, there are word weights without word-level scoring, or the
-                thresholds are not one probability per label.
+                `TEMPERATURE_BOUNDS`, word weights or text experts do not fit the labels, weights of an
+                ensemble are negative or not one per member, there are word weights without word-level
+                scoring, or the thresholds are not one probability per label.
         """
         if self.bias is not None and not (len(self.bias) == count and all(map(math.isfinite, self.bias))):
             raise I2CLError(
                 f"label_bias {self.bias} is not one finite number for each of {count} labels: fit it again"
             )
-        minimum, maximum = TEMPERATURES
+        minimum, maximum = TEMPERATURE_BOUNDS
         if not minimum <= self.temperature <= maximum:
             raise I2CLError(
                 f"temperature {self.temperature!r} is not a number from {minimum:g} to {maximum:g}: change it"

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from i2cl.core.injection import Injection
 
-TYPICAL_TEMPERATURE, SPREAD = 2.4, 0.5
+TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD = 2.4, 0.5
 """Prior for anchored calibration: median temperature, and standard deviation of its logarithm between tasks.
 
 Measured on ten tasks and four seeds with SmolLM2 (docs/log.md).
@@ -38,7 +38,7 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     change. The recorded command is removed, since it would not reproduce the temperature.
 
     Raises:
-        I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
+        I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURE_BOUNDS`.
     """
     from scipy.special import expit, logit
 
@@ -66,7 +66,7 @@ def log_softmax(scores: Scores, temperature: float = 1.0) -> Scores:
 
 
 def likely_temperature(
-    scores: Scores, gold: Labels, typical: float = TYPICAL_TEMPERATURE, spread: float = SPREAD
+    scores: Scores, gold: Labels, typical: float = TYPICAL_TEMPERATURE, spread: float = TEMPERATURE_SPREAD
 ) -> float:
     """Return the maximum a posteriori temperature, fitted to held-out rows.
 

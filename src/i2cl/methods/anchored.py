@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
-from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
+from i2cl.injections.temperature import TEMPERATURE_SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost
 from i2cl.methods.injecting import Injector
 from i2cl.models.decoder import Decoder
@@ -27,7 +27,7 @@ class Anchored(Injector):
     @property
     def temperature_prior(self) -> tuple[float, float]:
         """Typical best temperature, as measured, and the spread of its logarithm."""
-        return TYPICAL_TEMPERATURE, SPREAD
+        return TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD
 
     @property
     def rounds(self) -> int:

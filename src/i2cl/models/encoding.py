@@ -82,15 +82,15 @@ class PromptEncoder:
         is_inner = text in inner_parts
         escape_start = is_inner or any(text[:length] in suffixes for length in lengths)
         escape_end = is_inner or any(text[-length:] in prefixes for length in lengths)
-        if not (escape_start or escape_end or _MARK in text or self._special.search(text)):
+        if not (escape_start or escape_end or _MARK in text or self._special_pattern.search(text)):
             return text
         unmarked = text.replace(_MARK, _ESCAPED_MARK)
-        broken = self._special.sub(lambda match: match[0][0] + _BREAK + match[0][1:], unmarked)
+        broken = self._special_pattern.sub(lambda match: match[0][0] + _BREAK + match[0][1:], unmarked)
         return _BREAK * escape_start + broken + _BREAK * escape_end
 
     def find_special_token(self, text: str) -> str | None:
         """Return the first special token that a text spells, or None."""
-        found = self._special.search(text)
+        found = self._special_pattern.search(text)
         return found[0] if found else None
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
@@ -104,15 +104,15 @@ class PromptEncoder:
         """Encode a prompt that contains escapes; return its tokens and their spans."""
         ids, spans = list[int](), list[tuple[int, int]]()
         vocabulary = self.tokenizer.get_vocab()
-        parts = re.split(f"({self._special.pattern})", prompt)  # text at even indices, special tokens at odd
-        for index, (start, part) in enumerate(
-            zip(accumulate(map(len, parts), initial=0), parts, strict=False)
-        ):
+        # text at even indices, special tokens at odd ones
+        parts = re.split(f"({self._special_pattern.pattern})", prompt)
+        starts = accumulate(map(len, parts), initial=0)
+        for index, (start, part) in enumerate(zip(starts, parts, strict=False)):
             if index % 2:
-                tokens, part_spans, shift = [vocabulary[part]], [(0, len(part))], 0
+                tokens, part_spans, stripped = [vocabulary[part]], [(0, len(part))], 0
             else:
                 text = part.lstrip() if index and parts[index - 1] in self._strips_right else part
-                shift = len(part) - len(text)
+                stripped = len(part) - len(text)  # characters
                 if index + 1 < len(parts) and parts[index + 1] in self._strips_left:
                     text = text.rstrip()
                 if not text:
@@ -120,7 +120,7 @@ class PromptEncoder:
                 prefixes = ("",) if index == 0 else self._prefixes_after_special
                 tokens, part_spans = self._encode_text(text, prefixes)
             ids += tokens
-            spans += [(start + shift + first, start + shift + end) for first, end in part_spans]
+            spans += [(start + stripped + first, start + stripped + end) for first, end in part_spans]
         return tuple(ids), spans
 
     def _encode_text(self, part: str, prefixes: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -156,7 +156,7 @@ class PromptEncoder:
     def _encode_split(self, text: str) -> Any:
         """Encode a text without special tokens, with the spans of its tokens if the tokenizer is fast."""
         plain: Any = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
+        return self._splitting_tokenizer(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
 
     @cached_property
     def _special_words(self) -> frozenset[str]:
@@ -166,7 +166,7 @@ class PromptEncoder:
         return frozenset(word for word in words if word)
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         """Pattern of special tokens, longest first."""
         longest = sorted(self._special_words, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
@@ -182,11 +182,10 @@ class PromptEncoder:
     @cached_property
     def _prefixes_after_special(self) -> Sequence[str]:
         """Prefixes to encode text with after a special token, where legacy SentencePiece adds a space."""
-        decoder = self.tokenizer.added_tokens_decoder.values()
-        word = next((str(token) for token in decoder if token.special and not token.rstrip), "")
-        options: Any = {"add_special_tokens": False, "verbose": False}
-        after = self.tokenizer(f"{word}a", **options)["input_ids"][1 if word else 0 :]
-        return ("",) if after == list(self.plain_ids("a")) else _PREFIXES_AFTER_TEXT
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = next((str(token) for token in added if token.special and not token.rstrip), "")
+        ids_after_special = self.plain_ids(f"{special}a")[1 if special else 0 :]
+        return ("",) if ids_after_special == self.plain_ids("a") else _PREFIXES_AFTER_TEXT
 
     @cached_property
     def _strips_left(self) -> frozenset[str]:
@@ -205,7 +204,7 @@ class PromptEncoder:
         return frozenset(number for number, token in added if token.special)
 
     @cached_property
-    def _splitting(self) -> PreTrainedTokenizerBase:
+    def _splitting_tokenizer(self) -> PreTrainedTokenizerBase:
         """A copy of the tokenizer: ``split_special_tokens`` changes its state for all threads."""
         return copy.deepcopy(self.tokenizer)
 

@@ -21,7 +21,7 @@ class Prefix:
     cache: Cache  #: keys and values for one row (transformers Cache); never changed
     length: int  #: number of tokens or vectors, before pruning
     next_position: int  #: position of the first token after it; below ``length`` if vectors share positions
-    kept: tuple[int, ...] | None = None  #: indices of the tokens that remain after pruning; None: all
+    remaining: tuple[int, ...] | None = None  #: indices of the tokens that remain after pruning; None: all
 
     def expanded(self, rows: int) -> Cache:
         """Return a copy of the cache for a batch of ``rows``; gradients flow to the original."""
@@ -33,7 +33,7 @@ class Prefix:
     @property
     def is_pruned(self) -> bool:
         """Whether tokens were removed from the cache."""
-        return self.kept is not None and len(self.kept) < self.length
+        return self.remaining is not None and len(self.remaining) < self.length
 
     @property
     def values(self) -> int:
@@ -47,11 +47,12 @@ class Prefix:
         layers: Any = self.cache.layers
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
-    def prune(self, kept: tuple[int, ...]) -> "Prefix":
-        """Return a prefix with only the tokens at the indices ``kept``. The cache must hold all tokens."""
+    def prune(self, remaining: tuple[int, ...]) -> "Prefix":
+        """Return a prefix with only the tokens at these indices. The cache must hold all tokens."""
         layers: Any = self.cache.layers
-        tensors = [(layer.keys[:, :, list(kept)], layer.values[:, :, list(kept)]) for layer in layers]
-        return replace(self, cache=DynamicCache(tensors), kept=kept)
+        indices = list(remaining)
+        tensors = [(layer.keys[:, :, indices], layer.values[:, :, indices]) for layer in layers]
+        return replace(self, cache=DynamicCache(tensors), remaining=remaining)
 
     def arguments(self, input_ids: Int[Tensor, "batch tokens"]) -> dict[str, Any]:
         """Return the model's arguments for rows after this prefix."""
