@@ -204,6 +204,15 @@ def test_missing_folder_that_cannot_be_on_the_hub_is_reported(name):
     one_line(message, Injection.from_pretrained, name)
 
 
+def test_missing_model_and_unreachable_hub_are_one_line_errors(cached, monkeypatch):
+    message = "no model at 'other/tiny' at revision 'v2': no such folder, and the hub cannot be reached; give"
+    one_line(message, hub.download_model, "other/tiny", "v2")
+    monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=hub._HTTP_ERROR("no answer")))
+    one_line(
+        "no model at 'other/tiny': no such folder, and the hub says", hub.download_model, "other/tiny", None
+    )
+
+
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
 def test_unreadable_description_is_not_written(tmp_path, metrics):
     described = made(decoder_named("gpt2")).description() | {"metrics": metrics}

@@ -43,18 +43,38 @@ def download_failure(error: Exception) -> str:
 
 
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
-    """Download files of a repository and return the folder of the snapshot.
+    """Download files of an injection and return the folder of the snapshot.
 
     Raises:
         I2CLError: if the repository or revision does not exist, or the hub cannot be reached.
     """
+    hint = "make one with `i2cl fit MODEL TASK -o FOLDER`"
+    return _download("injection", hint, name, revision, allow_patterns=sorted(files))
+
+
+def download_model(name: str, revision: str | None) -> Path:
+    """Download the safetensors, configuration and tokenizer of a model, and return the snapshot's folder.
+
+    Raises:
+        I2CLError: if the repository or revision does not exist, or the hub cannot be reached.
+    """
+    return _download(
+        "model",
+        "give a folder or a hub id",
+        name,
+        revision,
+        allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+        ignore_patterns=["*/*", "consolidated*"],
+    )
+
+
+def _download(what: str, hint: str, name: str, revision: str | None, **patterns: Any) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=sorted(files)))
+        return Path(snapshot_download(name, revision=revision, **patterns))
     except _HUB_ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         raise I2CLError(
-            f"no injection at {name!r}{at}: no such folder, and {download_failure(error)}; "
-            "make one with `i2cl fit MODEL TASK -o FOLDER`"
+            f"no {what} at {name!r}{at}: no such folder, and {download_failure(error)}; {hint}"
         ) from None
 
 

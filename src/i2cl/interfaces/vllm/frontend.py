@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -39,7 +38,7 @@ from i2cl.models.loading import resolve_name
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import LabelScorer, require_texts
 from i2cl.storage.card import describe_llm_alone
-from i2cl.storage.hub import download_failure
+from i2cl.storage.hub import download_model
 
 MAX_LABEL_TOKENS = 128  # vLLM's limit on ``logprob_token_ids`` per prompt
 Edge = tuple[Ids, int]  # of the trie of label tokens: a label prefix, and a token that follows it
@@ -305,16 +304,7 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     """Return the folder of a bundled, local or hub model. Raises I2CLError if there is none."""
     folder = Path(resolve_name(name))
     if not folder.is_dir():
-        try:
-            snapshot = snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-                ignore_patterns=["*/*", "consolidated*"],
-            )
-            folder = Path(snapshot)
-        except (OSError, ValueError) as error:
-            raise I2CLError(f"no model at {name!r}: no such folder, and {download_failure(error)}") from None
+        folder = download_model(name, revision)
     if not (folder / "config.json").is_file():
         raise I2CLError(f"{name!r} is not a model folder: it has no config.json")
     return folder
