@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from export.cases import change
 from fitting import one_line
@@ -172,6 +173,15 @@ def test_second_load_reads_the_cache_and_gives_the_same_bits(tmp_path, cache):
     assert second.name_or_path == second_tokenizer.name_or_path == str(path)
     identities = [Decoder(*loaded).base for loaded in ((first, first_tokenizer), (second, second_tokenizer))]
     assert identities[0] == identities[1]
+
+
+def test_conversion_shows_a_bar_only_if_those_of_transformers_are_enabled(file, cache, capfd, monkeypatch):
+    for enabled in (True, False):
+        model_cache.clear()
+        monkeypatch.setattr(transformers_logging, "_tqdm_active", enabled)
+        capfd.readouterr()
+        load(file)
+        assert ("Converting" in capfd.readouterr().err) == enabled
 
 
 def test_changed_file_of_the_same_size_and_time_is_converted_again(file, cache):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import resources
+from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, require_packages, require_utf8
@@ -213,6 +214,9 @@ def _convert_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     file = gguf_reader(path, "download or copy it again")
     if file.get_field("tokenizer.ggml.tokens") is None:
         raise I2CLError(f"{str(path)!r} has no tokenizer: give a GGUF file with a tokenizer, or a folder")
+    # This module has a bar of tqdm, which ignores `disable_progress_bar` of transformers.
+    module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    module.tqdm = transformers_logging.tqdm
     source: Any = {"gguf_file": str(path.resolve())}
     options: Any = {"quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
     try:
