@@ -158,7 +158,7 @@ def test_long_text_is_truncated_with_one_warning(call, home, tmp_path):
     code, out, err = call("predict", home / "artefact", tmp_path / "long.txt")
     assert code == 0
     assert len(out.splitlines()) == 3
-    assert err == "warning: 1 of 2 texts were cut to fit 1024 tokens of context\n"
+    assert err == "warning: 1 of 2 texts were cut to fit 1,024 tokens of context\n"
 
 
 class Bomb:
@@ -355,6 +355,7 @@ CASES = {
     "push: missing artefact": ("push none name/none", "'none' is not a folder"),
     "report: missing store": ("report none", "no store at 'none'"),
     "experiment pack: missing store": ("experiment pack none packed", "no store at 'none'"),
+    "ls: unknown list": ("ls mood", "'what': 'mood' is not one of 'tasks', 'architectures', 'methods'"),
     "check: missing model": ("check ./none", "model folder './none' does not exist"),
 }
 

@@ -235,12 +235,12 @@ class PromptEncoder:
         too_long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
         if too_long and not cut:
             first = too_long[0]
-            problem = f"text {first + 1} takes {len(ids[first])} tokens with its prompt"
-            raise TooLongError(f"{problem}, and {limit} fit into the context", "shorten it")
+            problem = f"text {first + 1} takes {len(ids[first]):,} tokens with its prompt"
+            raise TooLongError(f"{problem}, and {limit:,} fit into the context", "shorten it")
         for row in too_long:
             ids[row] = self._encode_truncated(builds[row], texts[row], limit)
         if too_long:
-            message = f"{len(too_long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+            message = f"{len(too_long):,} of {len(texts):,} texts were cut to fit {limit:,} tokens of context"
             warnings.warn(TruncationWarning(message, len(too_long)), stacklevel=2)
         return ids
 

@@ -84,7 +84,8 @@ class LabelLookup:
         self.allowed = ", ".join(f"{code} ({word})" for code, word in codes.items())
         if not codes:
             last = first + len(self.labels) - 1
-            self.allowed = f"{', '.join(self.labels)} (or the ids {first} to {last})"
+            id_range = f"ids {first} to {last}" if last > first else f"id {first}"
+            self.allowed = f"{', '.join(self.labels)} (or the {id_range})"
 
     def find(self, label: object) -> int | None:
         """Return the class id that a cell names, or None."""
