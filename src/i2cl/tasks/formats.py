@@ -47,6 +47,12 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _SEPARATOR_LINE = re.compile("sep=([,;\t|])")  # Excel writes and reads it as the first line
 _MAX_CELL_CHARACTERS = 2**31 - 1
 _PARQUET_BATCH_ROWS = 4096  # rows in memory at a time
+_APOSTROPHES_HINT = (
+    'the cells are quoted with \', not with ": write the file again with " '
+    '(pandas: read_csv with quotechar="\'", then to_csv)'
+)
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*")
+_MIN_TEXT_WORDS = 4  # of a cell of the first line that looks like a text, not like the name of a column
 _MAX_PREVIEW_CHARACTERS = 60
 _MAX_LISTED_CHARACTERS = 200
 
@@ -74,7 +80,11 @@ class Columns:
 
     def positions(self, header: Sequence[str], place: str) -> list[int]:
         """Return the index of each column in a header. Raises RowError if one is missing or repeated."""
-        self.require(header, place, f"; if the file has no header, add one: {','.join(self.names)}")
+        hint = ""
+        if any(map(_looks_like_data, header)):
+            columns = f"{len(header)} columns" if len(header) > 1 else "column"
+            hint = f"; if the file has no header, add one that names its {columns}"
+        self.require(header, place, hint)
         if repeated := [column for column in self.names if list(header).count(column) > 1]:
             raise RowError(f"the header names column {repeated[0]!r} twice: rename one of them", place)
         return [header.index(column) for column in self.names]
@@ -99,6 +109,11 @@ class Columns:
             advice = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "
             advice += f"{kind}_column (--{kind}-column){hint}"
             raise RowError(f"no {kind} column {column!r}, {available}: {advice}", place)
+
+
+def _looks_like_data(cell: str) -> bool:
+    """Return whether a cell of the first line is a number or a text rather than the name of a column."""
+    return _NUMBER.fullmatch(cell) is not None or len(cell.split()) >= _MIN_TEXT_WORDS
 
 
 def preview(value: object) -> str:
@@ -216,6 +231,7 @@ def _csv_rows(
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     header: list[str] = []
     number = 0
+    uses_apostrophes = False
     try:
         # strict: otherwise an unclosed quotation mark silently swallows the rest of the file
         records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
@@ -226,16 +242,47 @@ def _csv_rows(
             if not header:
                 header = [cell.strip() for cell in cells]
                 positions = columns.positions(header, name)
-            elif len(cells) == len(header):
-                yield Row(place, tuple(cells[position] for position in positions))
+            elif problem := _row_problem(cells, header, delimiter):
+                uses_apostrophes |= problem == _APOSTROPHES_HINT
+                yield RowError(problem, place)
             else:
-                too_long = len(cells) > len(header)
-                hint = "quote cells that contain the delimiter" if too_long else "complete the row"
-                yield RowError(f"{len(cells)} cells but the header has {len(header)}: {hint}", place)
+                yield Row(place, tuple(cells[position] for position in positions))
     except csv.Error as error:
-        raise RowError(
-            f"{name} row {number + 1}: {error}: put the cell in quotation marks and double those inside it"
-        ) from error
+        hint = "put the cell in quotation marks and double those inside it"
+        hint = _APOSTROPHES_HINT if uses_apostrophes else hint
+        raise RowError(f"{name} row {number + 1}: {error}: {hint}") from error
+
+
+def _row_problem(cells: Sequence[str], header: Sequence[str], delimiter: str) -> str:
+    """Return why a row does not fit the header, or ""."""
+    if _repeats_header(cells, header):
+        return "the header is repeated: delete the row"
+    if len(cells) == len(header):
+        return ""
+    if _is_quoted_with_apostrophes(cells, len(header), delimiter):
+        return _APOSTROPHES_HINT
+    hint = "quote cells that contain the delimiter" if len(cells) > len(header) else "complete the row"
+    return f"{len(cells)} cells but the header has {len(header)}: {hint}"
+
+
+def _repeats_header(cells: Sequence[str], header: Sequence[str]) -> bool:
+    """Return whether a row is the header of a second file that was appended to the first.
+
+    A single column may contain its own name.
+    """
+    if len(header) == 1 or len(cells) != len(header):
+        return False
+    names = (cell.strip().removeprefix("\ufeff") for cell in cells)
+    return all(name == column for name, column in zip(names, header, strict=True))
+
+
+def _is_quoted_with_apostrophes(cells: Sequence[str], columns: int, delimiter: str) -> bool:
+    """Return whether a row has the right number of cells if apostrophes quote them."""
+    line = delimiter.join(cells)
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter, quotechar="'", strict=True), ())) == columns
+    except csv.Error:
+        return False
 
 
 def _detect_delimiter(header: str, columns: Columns, default: str) -> str:

@@ -355,6 +355,12 @@ def _label_word(row: Row, label: object) -> str:
             "class ids",
             row.place,
         )
+    if word.casefold() == "nan":
+        raise RowError(
+            "the label is nan, which is a missing value in pandas: fill it in or delete the row (for a class "
+            "of that name, pass --labels)",
+            row.place,
+        )
     return word
 
 
