@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from commands import run
@@ -25,6 +26,8 @@ from i2cl.experiments.evidence.multi_label import choose_thresholds, compare, de
 from i2cl.experiments.fitting import fit_task
 from i2cl.export import export_classifier, verify
 from i2cl.injections.ensemble import EnsembleConfig
+from i2cl.interfaces.cli import console
+from i2cl.interfaces.cli.fit import _show_evaluation
 from i2cl.tasks import load_task
 from tiny import tiny_folder
 
@@ -263,6 +266,31 @@ def test_labels_that_look_like_several_are_pointed_out(call, model, tmp_path):
     code, out, err = call("fit", model, path, "-o", tmp_path / "out", "--set", "steps=0", "--evaluate", "0")
     assert code == 0, err
     assert "--label-separator ';'" in out
+
+
+def test_labels_that_look_like_several_need_a_new_fit_instead_of_an_update(call, model, tmp_path):
+    first = write_csv(tmp_path / "a.csv", ["text", "label"], [("a", "sales"), ("b", "login")])
+    more = write_csv(tmp_path / "b.csv", ["text", "label"], [("c", "sales, login")])
+    quick = ("--evaluate", "0", "--set", "steps=0", "--keep-examples")
+    assert call("fit", model, first, "-o", tmp_path / "task", *quick)[0] == 0
+    code, out, err = call("update", tmp_path / "task", more, "--evaluate", "0")
+    assert code == 0, err
+    fix = "if they are, fit a new task from all rows, and separate them with --label-separator ,."
+    assert f"! Some labels look like several: {fix}" in " ".join(out.split())
+
+
+def test_table_of_a_fit_fits_into_80_columns(fitted, capsys, monkeypatch):
+    monkeypatch.setattr(console, "out", Console(highlight=False, width=80))
+    injection = Injection.from_pretrained(fitted)
+    methods = injection.evaluation["methods"]
+    methods = methods | {"sentence_embeddings": methods["anchored"]}
+    slow = {"fit_seconds": 988.0, "milliseconds_per_query": 1161.0}
+    methods = {name: score | slow for name, score in methods.items()}
+    _show_evaluation(injection.with_report(evaluation=injection.evaluation | {"methods": methods}))
+    table = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    table = [line for line in table if line]
+    assert max(map(len, table)) <= 80
+    assert len(table) == 2 + len(methods), "each row is one line"
 
 
 def test_thresholds_have_the_highest_f1():

@@ -406,6 +406,9 @@ def _show_evaluation(injection: "Injection") -> str:
 
     evaluation = injection.evaluation
     heading, rows = score_table(evaluation)
+    if injection.task.multi_label:  # more scores, which would make the table wider than 80 columns
+        heads = {name: name for name in rows[0] if name != "bytes"} | {"macro-F1": "macro"}
+        rows = [{head: row[name] for name, head in heads.items()} for row in rows]
     console.say(f"\n{heading}")
     console.print_table("", rows)
     for note in score_notes(evaluation):
@@ -420,9 +423,12 @@ def _show_evaluation(injection: "Injection") -> str:
 
 
 def describe_rows(
-    task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan"
+    task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan", *, updates: bool = False
 ) -> tuple[dict[str, Any], str]:
-    """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
+    """Describe the training rows, the draw and the evaluation: as a record, and as lines of text.
+
+    ``updates`` says that the task exists already, so each text keeps having one label.
+    """
     from i2cl.tasks.survey import Survey
 
     survey = Survey.from_task(task)
@@ -434,15 +440,17 @@ def describe_rows(
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
     refits = max(0, plan.folds - 1)
-    return record, "\n".join((first, *_label_lines(survey), _usage_line(draw, kept_back, refits), ""))
+    lines = first, *_label_lines(survey, updates=updates), _usage_line(draw, kept_back, refits), ""
+    return record, "\n".join(lines)
 
 
-def _label_lines(survey: "Survey") -> Iterator[str]:
+def _label_lines(survey: "Survey", *, updates: bool) -> Iterator[str]:
     counts = ", ".join(f"{word} {count:,}" for word, count in survey.labels.items())
     yield f"Labels: {counts}" + (f"; {survey.unlabelled:,} rows without one." if survey.unlabelled else ".")
     if survey.separator:
-        separator = shlex.quote(survey.separator)
-        yield f"! Some labels look like several: separate them with --label-separator {separator}."
+        fix = f"separate them with --label-separator {shlex.quote(survey.separator)}"
+        fix = f"if they are, fit a new task from all rows, and {fix}" if updates else fix
+        yield f"! Some labels look like several: {fix}."
     for word, other in survey.typos.items():
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."

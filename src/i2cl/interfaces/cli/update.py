@@ -84,7 +84,7 @@ def update(
     injection.require_base(decoder)
     all_rows = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
     plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
-    survey, summary = fit.describe_rows(task, decoder, all_rows, plan)
+    survey, summary = fit.describe_rows(task, decoder, all_rows, plan, updates=True)
     if not json:
         console.say(summary, wrapped=True)
     fit.fit_and_show(decoder, task, all_rows, request, plan, output, survey, json=json)
