@@ -132,6 +132,21 @@ def test_the_estimate_is_that_of_the_plan(decoder, fast):
     assert speed.estimate(task.train) == pytest.approx(plan.passes * tokens_of(speed, task.train))
 
 
+def test_the_estimate_of_an_evaluation_counts_passes_and_refits(decoder, fast):
+    fast(1.0)
+    task = of(4, 4)
+    drawn = draw(task, ANCHORED, 2, 0, from_file=True, keep_back=None, scored=True)
+    assert drawn.evaluation_seconds(task.train) == 0, "the model is not known"
+    drawn = drawn.timed(decoder, task, ANCHORED)
+    rows, shown = (tokens_of(drawn.speed, some) for some in (task.train, drawn.demonstrations))
+    assert drawn.evaluation_seconds(task.train) == pytest.approx(4 * rows + shown)
+    refits = drawn.evaluation_seconds(task.train, folds=3) - drawn.evaluation_seconds(task.train)
+    assert refits == pytest.approx(2 * drawn.seconds)
+    several = [replace(row, label=-1, labels=(row.label,)) for row in task.train]
+    assert drawn.evaluation_seconds(several) == pytest.approx(2 * rows + shown)
+    assert drawn.evaluation_seconds(()) == 0
+
+
 def test_many_small_batches_take_longer_than_few(decoder):
     speed = replace(
         module._Speed.of(decoder, of(4, 4), ANCHORED), seconds_per_token=0.0, seconds_per_batch=1.0

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 
 import pytest
 
 from commands import jsonl, listed
+from i2cl.interfaces.cli import console
 
 PEOPLE, VERBS = ("cook", "baker", "singer", "nurse", "farmer", "waiter"), ("rested", "stood")
 TEXTS = [f"the {mood} {who} {did}" for mood in ("sad", "glad") for who in PEOPLE for did in VERBS]
@@ -52,6 +54,16 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     every = jsonl(folder / "every.jsonl", [{"text": text, "label": "red"} for text in TEXTS])
     out = refused("suggest", "mood", "texts.txt", "--labelled", every, "-n", 1, "-o", "fourth.csv")
     assert "every text of texts.txt is labelled" in out
+
+
+def test_review_announces_its_time(folder, call, said, monkeypatch):
+    monkeypatch.setattr(console, "SHORT_S", 0.0)
+    rows = [{"text": text, "label": "red" if "glad" in text else "blue"} for text in TEXTS]
+    jsonl(folder / "labelled.jsonl", rows)
+    said("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0, "--set", "steps=1")
+    code, _, err = call("review", "mood", "labelled.jsonl", "--folds", 2)
+    assert code == 0
+    assert re.fullmatch(r"expected time: about \d+ s\n", err)
 
 
 def test_labels_without_a_text_are_named(folder, said, refused):

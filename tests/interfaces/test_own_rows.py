@@ -49,17 +49,19 @@ def test_row_summary_is_part_of_json(call, model, tmp_path):
     assert record["labels"] == {"login": 12, "price": 12}
     assert (record["rows"], record["used"], record["kept_back"], record["shots"]) == (24, 18, 4, 9)
     assert record["estimated_seconds"] > 0
+    assert record["estimated_evaluation_seconds"] > 0
     assert "--shots 9 --seed 0 --keep-back 5" in Injection.from_pretrained(tmp_path / "new").command
 
 
 def test_rows_are_held_out_unless_all_are_requested(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "a")
-    used = r"^18 of 24 rows used, 6 held out to evaluate on: about \d+ s; --shots 12 uses all"
-    assert re.search(used, out, re.M)
+    times = r"about \d+ s to fit, then about \d+ s to evaluate"
+    used = rf"18 of 24 rows used, 6 held out to evaluate on: {times}; --shots 12 uses all, about \d+ s to fit"
+    assert re.search(used, " ".join(out.split()))
     assert "on 6 training rows that are not demonstrations" in out
     out, _ = fitted(call, model, path, tmp_path / "b", "--shots", "12")
-    assert "All 24 rows used: about 1 s" in out
+    assert "All 24 rows used: about 1 s to fit, then" in out
     out, _ = fitted(call, model, path, tmp_path / "d", "--shots", "all", "--evaluate", "0")
     assert re.search(r"^All 24 rows used: about \d+ s\.", out, re.M)
     assert "--shots all " in Injection.from_pretrained(tmp_path / "d").command
@@ -79,7 +81,8 @@ def test_ctrl_c_during_evaluation_keeps_the_artefact(call, model, tmp_path, monk
 def test_cross_validation_time_is_announced(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS[:12])
     out, _ = fitted(call, model, path, tmp_path / "a")
-    assert re.search(r"^All 12 rows used: about \d+ s, then about \d+ s for cross-validation\.$", out, re.M)
+    times = r"about \d+ s to fit, then about \d+ s to cross-validate"
+    assert re.search(rf"^All 12 rows used: {times}\.$", out, re.M)
     out, _ = fitted(call, model, path, tmp_path / "b", "--folds", "0")
     assert re.search(r"^All 12 rows used: about \d+ s\.$", out, re.M)
 

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from random import Random
 from statistics import median_low
@@ -21,7 +21,7 @@ from i2cl.core.plan import (
 )
 from i2cl.core.recipe import ACTIVE_SUBLAYERS
 from i2cl.errors import I2CLError
-from i2cl.methods import Method
+from i2cl.methods import Method, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import Ids
@@ -35,6 +35,9 @@ PATIENCE_S = 300.0  # default time budget of a fit
 KEEP_BACK = 5  # one row in five is held out by default, if there are no test rows
 MIN_ROWS_TO_KEEP_BACK = 10  # classes with fewer rows keep all of them as demonstrations
 TIMED_TOKENS = 256  # in the batch that measures the model's speed
+# Inference passes over the rows of an evaluation: of zero_shot, of the fit, and of few_shot, whose prompts
+# take about as long as two. Multi-label tasks have no few_shot.
+EVALUATION_PASSES, MULTI_LABEL_PASSES = 4, 2
 MIN_SHOTS = 5  # demonstrations per class that are drawn however long the fit takes: the paper's number
 Shots = int | Literal["all"] | None  # per class; every row; or by default
 CHOICES = (MAX_SHOTS, 15, 10, 8, 6, MIN_SHOTS, 4, 3, 2, 1)
@@ -56,6 +59,7 @@ class Draw:
         keep_back: one row in this many was held out, 0 for none; see `up_to`.
         seconds: estimated time of the fit; None before the model is known.
         more: a larger number of shots that the user may prefer, with its number of rows and seconds.
+        speed: of the model, which the times are estimated with; None before the model is known.
     """
 
     demonstrations: tuple[Example, ...]
@@ -64,10 +68,25 @@ class Draw:
     keep_back: int = 0
     seconds: float | None = None
     more: tuple[int, int, float] | None = None
+    speed: "_Speed | None" = field(default=None, repr=False, compare=False)
 
     def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
         """Return the same draw with an estimate of the time that the fit takes."""
-        return replace(self, seconds=_Speed.of(decoder, task, method).estimate(self.demonstrations))
+        speed = _Speed.of(decoder, task, method)
+        return replace(self, seconds=speed.estimate(self.demonstrations), speed=speed)
+
+    def evaluation_seconds(self, rows: Examples, folds: int = 0) -> float:
+        """Estimate the seconds that the evaluation takes after the fit; 0 before the model is known.
+
+        Args:
+            rows: the rows to score.
+            folds: number of refits of a cross-validation, each to all demonstrations but one fold.
+        """
+        if self.speed is None or self.seconds is None or not rows:
+            return 0.0
+        passes = EVALUATION_PASSES if rows[0].labels is None else MULTI_LABEL_PASSES
+        scoring = passes * self.speed.scoring(rows) + self.speed.scoring(self.demonstrations)
+        return scoring + max(0, folds - 1) * self.seconds
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
@@ -175,7 +194,7 @@ def draw_within_budget(
     speed, largest = _Speed.of(decoder, task, method), _largest(task)
     if shots == "all":
         rows = up_to(task, largest, seed, keep_back or 0)
-        return Draw(rows, largest, len(task.train), keep_back or 0, speed.estimate(rows))
+        return Draw(rows, largest, len(task.train), keep_back or 0, speed.estimate(rows), speed=speed)
     if keep_back is None:
         keep_back = KEEP_BACK if scored else 0
 
@@ -193,7 +212,17 @@ def draw_within_budget(
             if (seconds := speed.seconds(larger_draw)) < inf:
                 more = larger, len(larger_draw), seconds
             break
-    return Draw(demonstrations, count, len(task.train), keep_back, speed.estimate(demonstrations), more)
+    seconds = speed.estimate(demonstrations)
+    return Draw(demonstrations, count, len(task.train), keep_back, seconds, more, speed)
+
+
+def review_seconds(decoder: Decoder, task: Task, rows: Examples, folds: int) -> float:
+    """Estimate the seconds of `i2cl.labelling.review`. Raises I2CLError if its fits would be too large."""
+    (method,) = make_methods(["anchored"])
+    speed = _Speed.of(decoder, replace(task, train=tuple(rows)), method)
+    groups = group_by_label(rows, len(task.labels))
+    shown = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(0))
+    return (folds - 1) * speed.estimate(shown) + speed.scoring(rows)
 
 
 def _largest(task: Task) -> int:
@@ -251,6 +280,12 @@ class _Speed:
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
         return plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
+
+    def scoring(self, rows: Examples) -> float:
+        """Estimate the seconds of an inference pass over rows."""
+        tokens = sum(map(len, self.scorer.queries([row.text for row in rows])))
+        batches = ceil(tokens / self.scorer.decoder.training_budget)
+        return tokens * self.seconds_per_token + batches * self.seconds_per_batch
 
     def _plan(self, shown: Examples) -> FitPlan:
         decoder, method = self.scorer.decoder, self.method

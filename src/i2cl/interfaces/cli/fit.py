@@ -223,10 +223,11 @@ def fit(
         if len(set(counts.values())) == 1:
             console.note("--class-weight balanced changes nothing: the classes have equally many examples")
     survey, summary = describe_rows(loaded, decoder, drawn, plan) if from_file else (None, "")
+    expected_seconds = (drawn.seconds or 0) + drawn.evaluation_seconds(plan.rows, plan.folds)
     if summary and not json:
         console.say(summary, wrapped=True)
-    elif not json and (drawn.seconds or 0) > console.SHORT_S:
-        console.note(f"fitting takes {_about(drawn.seconds)}")
+    elif not json and expected_seconds > console.SHORT_S:
+        console.note(f"expected time: {_times(drawn, plan)}")
     command = command_line(
         context,
         method=method.name,
@@ -436,11 +437,12 @@ def describe_rows(
     tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
     record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
     record |= {"shots": draw.shots, "kept_back": kept_back, "estimated_seconds": draw.seconds}
+    evaluation_seconds = None if plan.compare else draw.evaluation_seconds(plan.rows, plan.folds)
+    record |= {"estimated_evaluation_seconds": evaluation_seconds}
     window = f" (context: {decoder.max_length:,})" if decoder.max_length else ""
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
-    refits = max(0, plan.folds - 1)
-    lines = first, *_label_lines(survey, updates=updates), _usage_line(draw, kept_back, refits), ""
+    lines = first, *_label_lines(survey, updates=updates), _usage_line(draw, kept_back, plan), ""
     return record, "\n".join(lines)
 
 
@@ -465,19 +467,30 @@ def _label_lines(survey: "Survey", *, updates: bool) -> Iterator[str]:
         yield f"! The labels are {survey.codes}: name them for the model with --labels '{pairs}'."
 
 
-def _usage_line(draw: "Draw", kept_back: int, refits: int) -> str:
+def _usage_line(draw: "Draw", kept_back: int, plan: "EvaluationPlan") -> str:
     used = len(draw.demonstrations)
     line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
     if kept_back:
         line += f", {kept_back} held out to evaluate on"
     if draw.seconds is not None:
-        line += f": {_about(draw.seconds)}"
-        line += f", then {_about(refits * draw.seconds)} for cross-validation" if refits else ""
+        line += f": {_times(draw, plan)}"
     if draw.more is None:
         return f"{line}."
     shots, rows, seconds = draw.more
     number = "all" if rows == draw.rows else f"{rows:,}"
-    return f"{line}; --shots {shots} uses {number}, {_about(seconds)}."
+    fit = " to fit" if plan.rows else ""
+    return f"{line}; --shots {shots} uses {number}, {_about(seconds)}{fit}."
+
+
+def _times(draw: "Draw", plan: "EvaluationPlan") -> str:
+    """Describe the estimated times of a fit and of its evaluation."""
+    if not plan.rows:
+        return _about(draw.seconds)
+    if plan.compare:  # their fits may take any time
+        return f"{_about(draw.seconds)} to fit, then the evaluation"
+    work = "cross-validate" if plan.folds else "evaluate"
+    evaluation = _about(draw.evaluation_seconds(plan.rows, plan.folds))
+    return f"{_about(draw.seconds)} to fit, then {evaluation} to {work}"
 
 
 def _about(seconds: float | None) -> str:

@@ -164,9 +164,15 @@ def review(
         row_names = [name_by_row[example.text, example.label] for example in examples]
     except KeyError:
         raise I2CLError(f"{labelled} changed while it was read: run the command again") from None
+    from i2cl.experiments.draw import review_seconds
     from i2cl.labelling import review as find_issues
 
     decoder = _decoder_of(injection, places, loading)
+    if not json:
+        with console.waiting("timing the model"):
+            seconds = review_seconds(decoder, task, examples, folds)
+        if seconds > console.SHORT_S:
+            console.note(f"expected time: about {console.duration(seconds)}")
     with console.progress(folds, "refitting") as bar:
         issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
     if json:
