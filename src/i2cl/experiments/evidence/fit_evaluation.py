@@ -326,41 +326,17 @@ def evaluate_fit(
         raise I2CLError("the evaluation plan has no rows: give at least one labelled row")
     if request.target is not None:
         plan.require_target(request.target)
-    method, rows, seed = request.method, tuple(demonstrations), injection.seed
-    weighted, shared = method.weighted(task, rows), SharedScores()
+    method, shared = request.method, SharedScores()
     observer = observer or FitObserver()
-    refits = _Refits(decoder, task, plan, seed)
-
-    @cache
-    def fit_innermost(inner: Method) -> Fitted:
-        return fit_method(decoder, task, inner, rows, seed)
-
-    def fit_once(other: Method) -> Fitted:
-        return fit_wrappers(decoder, other, fit_innermost(innermost(other)), task)
-
-    def fit_text(other: Method) -> Fitted:
-        return refits.fit(other, weighted) if plan.folds else fit_method(decoder, task, other, weighted, seed)
-
-    def use_injection(evaluated: Method) -> Fitted:
-        predictor = injection_predictor(injection, decoder, task)
-        if plan.folds:
-            predictor = refits.predictor(
-                rows, lambda rest: injection_predictor(refit(rest), decoder, task), predictor.cost
-            )
-        return Fitted(evaluated, predictor, rows, seed, seconds)
-
-    texts = text_methods(request.ensemble)
+    fitter = _Fitter(decoder, task, tuple(demonstrations), plan, injection.seed)
     evaluated = method if injection.label_bias is None else LabelPrior(method)
-    fit_other = partial(refits.fit, shown=rows) if plan.folds else fit_once
-    fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(make_methods(FREE), fit_once)
-    fits |= dict.fromkeys((*make_methods(["few_shot"]), *plan.compare), fit_other)
-    fits |= dict.fromkeys(texts.values(), fit_text)
-    fits[evaluated] = use_injection
+    fits = fitter.baselines(request)
+    fits[evaluated] = partial(fitter.use_injection, injection, refit, seconds)
 
     def run(fit: Callable[[Method], Fitted], other: Method) -> Run:
         return measure(decoder, task, fit(other), plan.rows, observer.scored, shared)
 
-    experts = injection.head.members[1:]
+    texts, experts = text_methods(request.ensemble), injection.head.members[1:]
     members = [evaluated.full_name, *(texts[name].full_name for name in experts)]
     calls = {other.full_name: partial(run, fit, other) for other, fit in fits.items()}
     runs, not_run = run_all(calls, {"zero_shot", *members}, observer)
@@ -370,25 +346,65 @@ def evaluate_fit(
 
 
 @dataclass(frozen=True)
-class _Refits:
-    """Cross-validation of methods on the rows of a plan."""
+class _Fitter:
+    """Fits methods to the demonstrations: once, or in the cross-validation of a plan once per fold."""
 
     decoder: Decoder
     task: Task
+    demonstrations: tuple[Example, ...]
     plan: EvaluationPlan
     seed: int
 
-    def predictor(
+    def baselines(self, request: FitRequest) -> dict[Method, Callable[[Method], Fitted]]:
+        """Return how each baseline is fitted; text experts with the example weights of the fit."""
+        weighted = request.method.weighted(self.task, self.demonstrations)
+
+        @cache
+        def fit_innermost(inner: Method) -> Fitted:
+            return fit_method(self.decoder, self.task, inner, self.demonstrations, self.seed)
+
+        def fit_once(other: Method) -> Fitted:
+            return fit_wrappers(self.decoder, other, fit_innermost(innermost(other)), self.task)
+
+        def fit_text(other: Method) -> Fitted:
+            if self.plan.folds:
+                return self.fit_per_fold(other, weighted)
+            return fit_method(self.decoder, self.task, other, weighted, self.seed)
+
+        fit_other = partial(self.fit_per_fold, shown=self.demonstrations) if self.plan.folds else fit_once
+        fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(make_methods(FREE), fit_once)
+        fits |= dict.fromkeys((*make_methods(["few_shot"]), *self.plan.compare), fit_other)
+        return fits | dict.fromkeys(text_methods(request.ensemble).values(), fit_text)
+
+    def use_injection(
+        self,
+        injection: Injection,
+        refit: Callable[[Examples], Injection],
+        seconds: float,
+        method: Method,
+    ) -> Fitted:
+        """Return the fit that is evaluated, or its refits."""
+        predictor = injection_predictor(injection, self.decoder, self.task)
+        if self.plan.folds:
+            predictor = self._refits(
+                self.demonstrations,
+                lambda rest: injection_predictor(refit(rest), self.decoder, self.task),
+                predictor.cost,
+            )
+        return Fitted(method, predictor, self.demonstrations, self.seed, seconds)
+
+    def fit_per_fold(self, method: Method, shown: Examples) -> Fitted:
+        """Fit a method once per fold."""
+        started = time.perf_counter()
+        predictor = self._refits(shown, partial(method.fit, self.decoder, self.task, seed=self.seed))
+        seconds = (time.perf_counter() - started) / len(predictor.refits)
+        return Fitted(method, predictor, tuple(shown), self.seed, seconds)
+
+    def _refits(
         self, shown: Examples, refit: Callable[[tuple[Example, ...]], Predictor], cost: Cost | None = None
     ) -> CrossValidatedPredictor:
         folds = self.plan.folds
         return cross_validate(self.task, shown, refit, folds, self.seed, cost=cost, rows=self.plan.rows)
-
-    def fit(self, method: Method, shown: Examples) -> Fitted:
-        started = time.perf_counter()
-        predictor = self.predictor(shown, partial(method.fit, self.decoder, self.task, seed=self.seed))
-        seconds = (time.perf_counter() - started) / len(predictor.refits)
-        return Fitted(method, predictor, tuple(shown), self.seed, seconds)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:

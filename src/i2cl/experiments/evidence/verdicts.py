@@ -109,25 +109,42 @@ def verdict(
         words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
         words += f" on {rows}"
     else:
-        outcome, words, advice = *_not_worse(compared, n, free), ""
+        outcome, words = _not_worse(compared, n, free)
         if difference < 0 and against not in free:
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
             worthwhile = -difference >= WORTHWHILE
             words = f"{ahead}. The fit is {words}" if worthwhile else f"{words}. {ahead}"
-        level_with = [
-            name
-            for name, comparison in compared.items()
-            if (comparison.difference <= 0 or comparison.p >= LEVEL)
-            and (name not in parts or name in cheaper or comparison.difference <= -WORTHWHILE)
-        ]
-        if level_with:
-            nearest = _strongest(compared, level_with)
-            advice = _rows_to_show(nearest, compared[nearest])
-            lead = -compared[nearest].difference
-            cheap = nearest in free or nearest in cheaper
-            if lead >= (0 if cheap else WORTHWHILE) or (outcome == "no_gain" and nearest in free):
-                advice = "; ".join(filter(None, [advise(nearest), advice]))
+        members = [name for name in parts if name not in cheaper]
+        advice = _advice_unless_worse(compared, outcome, free, [*free, *cheaper], members, advise)
     return Verdict(outcome, words, advice, against, difference, low, high, ps[against])
+
+
+def _advice_unless_worse(
+    rivals: Mapping[str, Comparison],
+    outcome: Outcome,
+    free: Collection[str],
+    cheap: Collection[str],
+    members: Collection[str],
+    advise: Callable[[str], str],
+) -> str:
+    """Return the advice against the strongest rival that the fit is not significantly better than.
+
+    A cheap rival is recommended as soon as it is as accurate as the fit, any other rival if it is
+    `WORTHWHILE` ahead. In either case, say how many rows would show a difference.
+    """
+    level_with = [
+        name
+        for name, comparison in rivals.items()
+        if (comparison.difference <= 0 or comparison.p >= LEVEL)
+        and (name not in members or comparison.difference <= -WORTHWHILE)
+    ]
+    if not level_with:
+        return ""
+    nearest = _strongest(rivals, level_with)
+    rows, lead = _rows_to_show(nearest, rivals[nearest]), -rivals[nearest].difference
+    if lead >= (0 if nearest in cheap else WORTHWHILE) or (outcome == "no_gain" and nearest in free):
+        return "; ".join(filter(None, [advise(nearest), rows]))
+    return rows
 
 
 def _rows_to_show(rival: str, compared: Comparison) -> str:

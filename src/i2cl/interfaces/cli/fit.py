@@ -189,28 +189,21 @@ def fit(
     unlabelled = _unlabelled_texts(method_options, rows)
 
     load.libraries()
-    from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
+    from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import require_supported
     from i2cl.tasks.formats import is_row_file
 
     from_file, seed = is_row_file(task), draw_options.seed
-    method, ensemble = _method_of(method_options)
+    request = _request(draw_options, method_options, evaluation, unlabelled)
+    method = request.method
     compare = _methods_to_compare(evaluation, method, has_prior=bool(unlabelled))
     loaded = local or load.task(task, rows)
-    request = FitRequest(
-        method,
-        ensemble,
-        seed,
-        unlabelled=unlabelled,
-        target=evaluation.target_accuracy,
-        threshold=evaluation.threshold,
-        keep_examples=draw_options.keep_examples,
-    )
     require_supported(loaded, request)
     if compare:
         loaded.require_single_label("--compare", "omit it")
     draw_rows = _draw(draw_options, loaded, method, from_file=from_file, scored=evaluation.evaluate > 0)
     shares = _prior_shares(method_options, loaded)
+
     decoder = load.decoder(model, load.with_default_dtype(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     drawn = draw_rows(decoder, loaded)
@@ -237,6 +230,30 @@ def fit(
     )
     request = replace(request, shares=shares, command=command)
     fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
+
+
+def _request(
+    draw_options: DrawOptions,
+    method_options: MethodOptions,
+    evaluation: EvaluationOptions,
+    unlabelled: list[str],
+) -> "FitRequest":
+    """Return the options of the fit, without what depends on its task.
+
+    Raises I2CLError for a missing encoder, before the model loads.
+    """
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+
+    method, ensemble = _method_of(method_options)
+    return FitRequest(
+        method,
+        ensemble,
+        draw_options.seed,
+        unlabelled=unlabelled,
+        target=evaluation.target_accuracy,
+        threshold=evaluation.threshold,
+        keep_examples=draw_options.keep_examples,
+    )
 
 
 def _draw(

@@ -2,17 +2,18 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.batch_prediction import (
+    Output,
     OutputFormat,
     Table,
     digest,
@@ -30,6 +31,9 @@ from i2cl.tasks.formats import STDIN, RowFormat
 from i2cl.tasks.labels import require_confidence
 from i2cl.tasks.rows import BadRows, Query, check_queries, read_queries
 from i2cl.version import __version__
+
+if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
 
 
 @dataclass(frozen=True)
@@ -85,31 +89,15 @@ def predict(
     """
     started = time.perf_counter()
     table = _check_options(artefact, source, output, form, loading, restart=restart, json=json)
-    skip = form.skip_bad_rows
     rereadable = source != STDIN and (Path(source).is_file() or not Path(source).exists())
-    bad = (
-        check_queries(source, form.input_format, form.text_column, table.kept, skip=skip)
-        if rereadable
-        else BadRows(source)
-    )
+    reading = (source, form.input_format, form.text_column, table.kept)
+    bad = check_queries(*reading, skip=form.skip_bad_rows) if rereadable else BadRows(source)
 
     load.libraries()
     from i2cl.core.injection import Injection
 
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     table = replace(table, labels=injection.task.labels, thresholds=injection.head.thresholds)
-    settings = {
-        "i2cl": __version__,
-        "artefact": digest(injection),
-        "model": [places.model, loading.revision],
-        "dtype": loading.dtype,
-        "quantization": loading.quantization,
-        "source": source_state(source),
-        "chunk": chunk,
-        **vars(form),
-        "output_format": table.kind,
-        "keep": table.kept,
-    }
     for name, column in table.renamed.items():
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
 
@@ -119,7 +107,7 @@ def predict(
     with open_output(
         output,
         table.header,
-        settings,
+        _run_settings(injection, source, places, form, loading, table, chunk),
         chunk=chunk,
         resumes=rereadable,
         restart=restart,
@@ -127,30 +115,20 @@ def predict(
     ) as out:
         if out.kept:
             console.note(f"resuming after {out.kept} rows of an earlier run")
-        try:
-            with console.progress(None, "predicting, rows", shown=output is not None) as bar:
-                bar.advance(out.kept)
-                decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
-                rows = read_queries(source, form.input_format, form.text_column, table.kept, skip=skip)
-                with _count_truncated():
-                    for queries in read_chunks(rows, chunk, out.kept, numbered=form.row_number):
-                        usable = [query.text for query in queries if query.error is None]
-                        probabilities = classify(usable) if usable else []
-                        out.write(_lines(table, queries, probabilities), len(queries))
-                        bar.advance(len(queries))
-                        if not rereadable:  # otherwise they were counted before
-                            bad.add(*(query.error for query in queries if query.error is not None))
-        except KeyboardInterrupt:
-            if not (out.resumes and out.rows):
-                raise
-            raise typer.Abort(f"{out.rows} rows are saved; run the same command to resume") from None
-    if output is not None:
-        resumed = f", {out.kept} of them from an earlier run" if out.kept else ""
-        console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{resumed}.")
-        out.note = out.note or table.formula_note(output)
-    note = f"{bad.count} of {out.rows} rows have no label: {bad.summary()}" if bad.count else ""
-    for line in filter(None, (note, out.note)):
-        console.note(line)
+        with (
+            _saved_if_interrupted(out),
+            console.progress(None, "predicting, rows", shown=output is not None) as bar,
+        ):
+            bar.advance(out.kept)
+            decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
+            rows = read_queries(*reading, skip=form.skip_bad_rows)
+            with _count_truncated():
+                for queries in read_chunks(rows, chunk, out.kept, numbered=form.row_number):
+                    out.write(_classified_lines(table, queries, classify), len(queries))
+                    bar.advance(len(queries))
+                    if not rereadable:  # otherwise they were counted before
+                        bad.add(*(query.error for query in queries if query.error is not None))
+    _report(out, output, table, bad, time.perf_counter() - started)
 
 
 def _check_options(
@@ -179,12 +157,63 @@ def _check_options(
     return Table((), kind, kept, form.row_number, deferred, form.min_confidence)
 
 
-def _lines(table: Table, queries: Sequence[Query], probabilities: Sequence[Sequence[float]]) -> str:
-    """Format one chunk; ``probabilities`` has only the usable rows."""
-    usable = iter(probabilities)
-    rows = [next(usable) if query.error is None else None for query in queries]
+def _run_settings(
+    injection: "Injection",
+    source: str,
+    places: PlaceOptions,
+    form: FormatOptions,
+    loading: ModelOptions,
+    table: Table,
+    chunk: int,
+) -> dict[str, Any]:
+    """Return everything that the predictions depend on: only a run with the same settings is resumed."""
+    return {
+        "i2cl": __version__,
+        "artefact": digest(injection),
+        "model": [places.model, loading.revision],
+        "dtype": loading.dtype,
+        "quantization": loading.quantization,
+        "source": source_state(source),
+        "chunk": chunk,
+        **vars(form),
+        "output_format": table.kind,
+        "keep": table.kept,
+    }
+
+
+def _classified_lines(
+    table: Table, queries: Sequence[Query], classify: Callable[[list[str]], list[list[float]]]
+) -> str:
+    """Classify the usable rows of one chunk, and format all of its rows."""
+    texts = [query.text for query in queries if query.error is None]
+    probabilities = iter(classify(texts) if texts else [])
+    rows = [next(probabilities) if query.error is None else None for query in queries]
     errors = [query.error.why if query.error else "" for query in queries]
     return table.lines(rows, [query.kept for query in queries], errors)
+
+
+def _report(out: Output, output: Path | None, table: Table, bad: BadRows, seconds: float) -> None:
+    """Print what was written, which rows have no label, and a note on the finished file."""
+    note = out.note
+    if output is not None:
+        resumed = f", {out.kept} of them from an earlier run" if out.kept else ""
+        console.note(f"Saved {output}: {out.rows} rows in {seconds:.1f} s{resumed}.")
+        note = note or table.formula_note(output)
+    if bad.count:
+        console.note(f"{bad.count} of {out.rows} rows have no label: {bad.summary()}")
+    if note:
+        console.note(note)
+
+
+@contextmanager
+def _saved_if_interrupted(out: Output) -> Iterator[None]:
+    """Say after Ctrl-C how to resume, if rows are saved."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not (out.resumes and out.rows):
+            raise
+        raise typer.Abort(f"{out.rows} rows are saved; run the same command to resume") from None
 
 
 @contextmanager
