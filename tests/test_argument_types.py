@@ -17,12 +17,12 @@ from i2cl import (
     suggest,
     transfer,
 )
+from i2cl.models.scoring import LabelScorer
 
 FITS = {
     "anchor": anchor,
     "extract": extract,
     "extract_classes": extract_classes,
-    "zero_shot": lambda *given: make_methods(["zero_shot"])[0].fit(*given, seed=0),
     "review": review,
     "suggest": suggest,
     "transfer": partial(transfer, anchors=[]),
@@ -39,6 +39,12 @@ def test_name_instead_of_a_task_or_a_decoder_is_refused(work, decoder, task):
         "^decoder must be of type Decoder, not str: load one with Decoder.from_pretrained",
         *(work, "reference", task, task.train),
     )
+
+
+def test_scorer_of_a_task_name_is_refused(decoder):
+    scorer = object.__new__(LabelScorer)  # in its constructor, the shape checks of the tests come first
+    vars(scorer).update(decoder=decoder, task="sst2")
+    one_line("^task must be of type Task, not str", scorer.__post_init__)
 
 
 def test_name_instead_of_a_method_is_refused(decoder, task):
