@@ -44,6 +44,7 @@ LABELS = {
     "I2CL": "I2CL, fast recipe",
     "IA3": "IA3",
     "LoRA": "LoRA",
+    "LoRA, rate 0.0003": "LoRA, learning rate 0.0003",
     "sentence_embeddings": "Sentence embeddings + logistic regression",
     "setfit": "SetFit",
     OURS: "Anchored calibration",
