@@ -36,21 +36,24 @@ def measured(
     labels, edit = scorer.labels, injection.edit()
     prompts = scorer.queries([query.text for query in queries])
     gold = torch.tensor([query.label for query in queries])
-    said: list[list[int]] = [[] for _ in prompts]
+    generated: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, labels.sequences)) if labels.full_sequences else 1
     for place in range(longest):
-        so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
+        so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, generated, strict=True)]
         result = next_token_log_probabilities(decoder, so_far, edit=edit)
         if not place:
             # as in the LM head of an export
             first = result = labels.at_representatives(result).log_softmax(-1)
-        for tokens, token in zip(said, result.argmax(-1).tolist(), strict=True):
+        for tokens, token in zip(generated, result.argmax(-1).tolist(), strict=True):
             tokens.append(token)
     chosen = list(labels.representatives)
     scores = score(decoder, prompts, labels, edit=edit) if labels.full_sequences else first[:, chosen]
     wanted = [labels.target(label) for label in range(len(task.labels))]
     spoken = torch.tensor(
-        [next((at for at, ids in enumerate(wanted) if tuple(one[: len(ids)]) == ids), -1) for one in said]
+        [
+            next((at for at, ids in enumerate(wanted) if tuple(one[: len(ids)]) == ids), -1)
+            for one in generated
+        ]
     )
     answers = scores.argmax(-1)
     if keep:

@@ -58,10 +58,10 @@ def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int
 def passed(*tests: str) -> Counter[str]:
     """Run tests, and count the outcomes."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "--no-header", *tests]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    result = Counter(word for line in said.splitlines() if (word := line.partition(" ")[0]) in WORDS)
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    result = Counter(word for line in printed.splitlines() if (word := line.partition(" ")[0]) in WORDS)
     if result["FAILED"] + result["ERROR"] or not result["PASSED"]:
-        print(said, file=sys.stderr)
+        print(printed, file=sys.stderr)
     return Counter({"refused": result["PASSED"], "wrong": result["FAILED"] + result["ERROR"] + (not result)})
 
 

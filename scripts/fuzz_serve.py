@@ -49,8 +49,8 @@ GROWTH = 0.05
 def started(folder: Path) -> tuple[Program, Client]:
     """Start a server on a folder, and wait until it answers."""
     program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-    while not (result := re.search(r"http://\S+", program.said()[0])):
-        assert program.process.is_alive(), program.said()
+    while not (result := re.search(r"http://\S+", program.output()[0])):
+        assert program.process.is_alive(), program.output()
         time.sleep(0.02)
     return program, Client(result[0], retries=0)
 
@@ -301,12 +301,12 @@ class Load:
     def annoy(self) -> None:
         """Send invalid uploads, and open connections that send incomplete requests."""
         draw = random.Random(101)
-        address = re.search(r"http://(.*):(\d+)", self.program.said()[0])
+        address = re.search(r"http://(.*):(\d+)", self.program.output()[0])
         assert address is not None
         place = address[1], int(address[2])
         text = json.dumps({"model": "t2", "input": self.texts * 20}).encode()
         head = b"POST /v1/classify HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        said = (head + b"Content-Length: %d\r\n\r\n" % len(text) + text, head, b"GET /v1/mod", b"")
+        fragments = (head + b"Content-Length: %d\r\n\r\n" % len(text) + text, head, b"GET /v1/mod", b"")
         open_ones: list[socket.socket] = []
         while time.monotonic() < self.ends:
             body = draw.choice(self.spoiled)
@@ -316,7 +316,7 @@ class Load:
             self.result["invalid uploads rejected" if refused else "invalid uploads accepted"] += 1
             connection.close()
             open_ones.append(socket.create_connection(place))
-            open_ones[-1].sendall(draw.choice(said))
+            open_ones[-1].sendall(draw.choice(fragments))
             self.result["clients that disconnect"] += 1
             while len(open_ones) > 20:
                 open_ones.pop(0).close()

@@ -58,7 +58,7 @@ class Session:
         self.program = Program(COMMAND, "serve", self.model, "--tasks", self.folder / "tasks", "--port", port)
 
         def address() -> re.Match[str] | None:
-            return re.search(r"http://\S+:(\d+)", self.program.said()[0])
+            return re.search(r"http://\S+:(\d+)", self.program.output()[0])
 
         found = until(address, TIMEOUT, self.program)
         self.url, self.port = found[0], int(found[1])

@@ -29,8 +29,8 @@ def main() -> None:
 
     with TemporaryDirectory() as folder, sync_playwright() as play:
         program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-        while not (address := re.search(r"http://\S+", program.said()[0])):
-            assert program.process.is_alive(), program.said()
+        while not (address := re.search(r"http://\S+", program.output()[0])):
+            assert program.process.is_alive(), program.output()
             time.sleep(0.1)
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 900, "height": 600})

@@ -14,7 +14,7 @@ def run(*words):
     return stop.value.code
 
 
-def heard(capsys, *words):
+def run_command(capsys, *words):
     """Run a command and return its exit code, stdout and stderr."""
     capsys.readouterr()
     return run(*words), *capsys.readouterr()

@@ -63,10 +63,10 @@ def close(actual, wanted):
 @cache
 def decoder_of(case, dtype=torch.float32, **overrides):
     """Return a tiny model that tests share and must not change."""
-    return made(case, dtype=dtype, **overrides)
+    return new_decoder(case, dtype=dtype, **overrides)
 
 
-def made(case, **changes):
+def new_decoder(case, **changes):
     """Return a tiny model of `tiny.CASES`, with changes to its weights or without."""
     model_type, variant = CASES[case]
     return Decoder(tiny_model(model_type, **variant, **changes), tiny_tokenizer(), name=case)
@@ -181,7 +181,7 @@ def log_probability(decoder, query, label):
     return sum(logits[step, token] for step, token in enumerate(label))
 
 
-def one_line(message, work, /, *given, **options):
+def raises(message, work, /, *given, **options):
     """Check that a call raises an `I2CLError` of one line that matches a pattern. Return its message."""
     with pytest.raises(I2CLError, match=message or None) as raised:
         work(*given, **options)

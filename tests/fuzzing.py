@@ -222,13 +222,13 @@ def run_command(_folder, result):
     """A command that cannot do anything: it must say so in its own way."""
     command, words = result
     offline = patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with offline, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
+    with offline, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as printed:
         try:
             main([command, *words])
         except SystemExit as stop:
             code = stop.code
     if code:
-        (line,) = said.getvalue().splitlines()
+        (line,) = printed.getvalue().splitlines()
         assert (code, line[:7]) == (2, "error: ")
         raise I2CLError(line)
 

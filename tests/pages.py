@@ -67,7 +67,7 @@ def play(played, folder, monkeypatch):
     for one in played:
         if one.language == "console" and "$ " in one.text:
             for typed, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", one.text, re.MULTILINE):
-                message = said(typed)
+                message = stdout(typed)
                 assert not message.startswith("error: ") or shown.startswith("error: "), message
                 assert not shown.strip() or alike(message) == alike(shown), typed
         elif one.language == "python":
@@ -84,7 +84,7 @@ def play(played, folder, monkeypatch):
                 assert load_experiment(path).rows
 
 
-def said(typed):
+def stdout(typed):
     """Return what a command prints on stdout and stderr. ``i2cl`` runs in this process, others in a shell.
 
     Bars of progress, which are for a terminal, are left out.

@@ -212,13 +212,13 @@ def few_golden_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Function that runs a command and returns its exit code, stdout and stderr."""
-    from commands import heard  # with all of the command line, which few tests need
+    from commands import run_command  # with all of the command line, which few tests need
 
-    return partial(heard, capsys)
+    return partial(run_command, capsys)
 
 
 @pytest.fixture
-def said(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+def stdout(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
     """Function that runs a command, checks its exit code and returns its stdout."""
 
     def ran(*words: Any, code: int = 0) -> str:

@@ -49,7 +49,7 @@ def until(come, seconds=120.0, program=None):
     """Wait until ``come()`` is true, and return its value. Fails on a timeout, or if the program ends."""
     end = time.monotonic() + seconds
     while not (result := come()):
-        assert program is None or program.process.is_alive(), program.said()
+        assert program is None or program.process.is_alive(), program.output()
         assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
     return result
@@ -74,7 +74,7 @@ class Program:
         self.process = start().Process(target=_run, args=value)
         self.process.start()
 
-    def said(self):
+    def output(self):
         """Return the output on stdout and stderr up to now."""
         return self.out.read_text(encoding="utf-8"), self.err.read_text(encoding="utf-8")
 
@@ -85,7 +85,7 @@ class Program:
             self.process.kill()
             self.process.join()
             pytest.fail(f"it did not end: {self.said()}")
-        return self.process.exitcode, *self.said()
+        return self.process.exitcode, *self.output()
 
 
 def finished(code, *arguments, **variables):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import (
     CalibrationConfig,
     InjectionPool,
@@ -32,10 +32,8 @@ FITS = {
 
 @pytest.mark.parametrize("work", FITS.values(), ids=FITS)
 def test_name_instead_of_a_task_or_a_decoder_is_refused(work, decoder, task):
-    one_line(
-        "^task must be of type Task, not str: load one with load_task", work, decoder, "sst2", task.train
-    )
-    one_line(
+    raises("^task must be of type Task, not str: load one with load_task", work, decoder, "sst2", task.train)
+    raises(
         "^decoder must be of type Decoder, not str: load one with Decoder.from_pretrained",
         *(work, "reference", task, task.train),
     )
@@ -44,17 +42,17 @@ def test_name_instead_of_a_task_or_a_decoder_is_refused(work, decoder, task):
 def test_scorer_of_a_task_name_is_refused(decoder):
     scorer = object.__new__(LabelScorer)  # in its constructor, the shape checks of the tests come first
     vars(scorer).update(decoder=decoder, task="sst2")
-    one_line("^task must be of type Task, not str", scorer.__post_init__)
+    raises("^task must be of type Task, not str", scorer.__post_init__)
 
 
 def test_name_instead_of_a_method_is_refused(decoder, task):
     message = "^method must be of type Method, not str: make one with make_methods"
-    one_line(message, evaluate, decoder, task, "zero_shot")
+    raises(message, evaluate, decoder, task, "zero_shot")
 
 
 def test_pairs_instead_of_examples_are_refused(decoder, task):
     message = r"^demonstration 1 must be of type Example, not tuple: give Example\(text, label\)"
-    one_line(message, anchor, decoder, task, [("warm", 0), ("dull", 1)])
+    raises(message, anchor, decoder, task, [("warm", 0), ("dull", 1)])
 
 
 @pytest.mark.parametrize(
@@ -69,14 +67,14 @@ def test_pairs_instead_of_examples_are_refused(decoder, task):
 )
 def test_dict_instead_of_settings_is_refused(work, name, kind, decoder, task):
     message = rf"^{name} must be of type {kind}, not dict: pass {kind}\(...\)"
-    one_line(message, work, decoder, task, task.train[:4], **{name: {"steps": 1}})
+    raises(message, work, decoder, task, task.train[:4], **{name: {"steps": 1}})
 
 
 def test_settings_of_another_method_are_refused(decoder, task):
     message = "config must be of type AnchoredConfig, not CalibrationConfig"
-    one_line(message, anchor, decoder, task, task.train[:4], CalibrationConfig())
+    raises(message, anchor, decoder, task, task.train[:4], CalibrationConfig())
 
 
 def test_path_instead_of_an_injection_is_refused(decoder):
     message = "^injection 'mood' must be of type Injection, not str: load it with Injection.from_pretrained"
-    one_line(message, InjectionPool(decoder).load, "mood", "mood/")
+    raises(message, InjectionPool(decoder).load, "mood", "mood/")

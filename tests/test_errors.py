@@ -5,7 +5,7 @@ import sys
 import pydantic
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.errors import I2CLError, did_you_mean, first_problem, require_packages
 
 
@@ -26,10 +26,10 @@ def test_missing_packages_name_the_install_command(monkeypatch, tmp_path):
         require_packages("a map", "maps", "json", "abacus")
     monkeypatch.setitem(sys.modules, "sklearn", None)
     message = r"needs the packages abacus and scikit-learn: pip install 'i2cl\[maps\]', or draw it$"
-    one_line(message, require_packages, "a map", "maps", "abacus", "sklearn", instead="draw it")
+    raises(message, require_packages, "a map", "maps", "abacus", "sklearn", instead="draw it")
     (tmp_path / "abacus").mkdir()  # a folder in the working directory is not a package
     monkeypatch.syspath_prepend(str(tmp_path))
-    one_line("needs the package abacus", require_packages, "a map", "maps", "abacus")
+    raises("needs the package abacus", require_packages, "a map", "maps", "abacus")
 
 
 def test_first_problem_has_field_and_value():

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 
 from experiments.report.synthetic import grid, trial
 from fuzzing import Folders, refused, targets
-from storage.test_hub import decoder_named, made
+from storage.test_hub import decoder_named, make_injection
 
 EXAMPLES = {"command lines": 25}  # 60 of the others, which are read in a third of the time
 QUIET = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -14,7 +14,7 @@ NAMES = ["rows", "templates", "task TOML", "grid TOML", "options", "command line
 
 def good_folders(home):
     decoder = decoder_named()
-    return Folders(home, made(decoder), decoder, trial(), grid(views=("tasks",)))
+    return Folders(home, make_injection(decoder), decoder, trial(), grid(views=("tasks",)))
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,8 @@ def test_the_scripts_run(script, options, expected, tmp_path):
 def test_gpu_session_runs_in_a_tiny_shape(tmp_path):
     output = tmp_path / "out.json"
     options = ("--tiny", "--only", "correctness,speed", "-o", output)  # the server starts five processes
-    code, said, errors = finished(SCRIPT, BENCHMARKS / "gpu.py", *options)
-    assert code == 0, said + errors[-2000:]
+    code, printed, errors = finished(SCRIPT, BENCHMARKS / "gpu.py", *options)
+    assert code == 0, printed + errors[-2000:]
     parts = json.loads(output.read_text(encoding="utf-8"))["parts"]
     assert [(name, part["status"]) for name, part in parts.items()] == [
         ("correctness reference", "done"),
@@ -109,5 +109,5 @@ def test_gpu_session_passes_options_and_a_time_limit(tmp_path):
     script = BENCHMARKS / "gpu_session.sh"
     environment = {"PYTHON": "echo", "LIMIT": "100", "PATH": os.environ["PATH"]}
     command = ["bash", str(script), "--tiny", "-o", "out.json"]
-    said = subprocess.check_output(command, env=environment, text=True)
-    assert said.split()[1:] == ["--limit", "40", "--tiny", "-o", "out.json"]
+    printed = subprocess.check_output(command, env=environment, text=True)
+    assert printed.split()[1:] == ["--limit", "40", "--tiny", "-o", "out.json"]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def said(*words, cwd, environment=None):
+def stdout(*words, cwd, environment=None):
     """Run a program that must succeed, by default without PYTHONPATH, and return its stdout."""
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"cwd": cwd, "env": environment or alone, "capture_output": True, "text": True}
@@ -44,7 +44,7 @@ def said(*words, cwd, environment=None):
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    said(*pip, "--wheel-dir", folder, ROOT, cwd=folder, environment=os.environ)
+    stdout(*pip, "--wheel-dir", folder, ROOT, cwd=folder, environment=os.environ)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -56,8 +56,8 @@ def python(wheel, tmp_path_factory):
     venv.create(folder, symlinks=True)
     result = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", result, "install", "--quiet", "--no-deps"]
-    said(*pip, wheel, cwd=folder)
-    site = said(result, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    stdout(*pip, wheel, cwd=folder)
+    site = stdout(result, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return result
 
@@ -74,8 +74,8 @@ def test_the_wheel_carries_every_file_of_the_package_and_the_licence(wheel):
 
 
 def test_the_wheel_predicts_without_extras_and_without_assertions(python):
-    where = said(python, "-c", "import i2cl; print(i2cl.__file__, *i2cl.__all__)", cwd=python.parent)
+    where = stdout(python, "-c", "import i2cl; print(i2cl.__file__, *i2cl.__all__)", cwd=python.parent)
     assert where.startswith(str(python.parents[1]))
-    assert said(python.with_name("i2cl"), "--version", cwd=python.parent) == f"{__version__}\n"
-    out = said(python, "-O", "-c", WITHOUT_EXTRAS, "check", "reference", cwd=python.parent)
+    assert stdout(python.with_name("i2cl"), "--version", cwd=python.parent) == f"{__version__}\n"
+    out = stdout(python, "-O", "-c", WITHOUT_EXTRAS, "check", "reference", cwd=python.parent)
     assert "passed       True" in out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import left_as_found, made, one_line
+from fitting import left_as_found, new_decoder, raises
 from i2cl import Example, Task, Template
 from i2cl.core import adamw, plan
 from i2cl.core.adamw import fit_adamw
@@ -35,18 +35,18 @@ def many(count):
 
 
 def test_the_set_unit_by_gold_labels_is_near_that_of_all():
-    every, gold = problem(made("llama")), problem(made("llama"))
+    every, gold = problem(new_decoder("llama")), problem(new_decoder("llama"))
     _, _, variance = every.linearize_start()
     assert gold.set_unit_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
     assert torch.corrcoef(torch.stack([every.unit.flatten(), gold.unit.flatten()]))[0, 1] > 0.8
-    some = problem(made("llama"))
+    some = problem(new_decoder("llama"))
     some.set_unit_by_gold(5)
     assert torch.corrcoef(torch.stack([every.unit.flatten(), some.unit.flatten()]))[0, 1] > 0.7
 
 
 def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeypatch):
     """Under a narrow prior, which has one optimum, and with passes enough."""
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     longer = plan.ADAMW.model_copy(update={"epochs": 100, "batch_size": 6, "lr": 0.03})
     monkeypatch.setattr(plan, "ADAMW", longer)
     fit = problem(decoder)
@@ -68,7 +68,7 @@ def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeyp
 
 
 def test_any_number_of_labels_can_be_fitted():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     asked, shown = many(60)
     with left_as_found(decoder.model):
         injection = anchor(decoder, asked, shown)
@@ -85,7 +85,7 @@ def test_any_number_of_labels_can_be_fitted():
 
 def test_word_weights_take_one_step_of_the_same_optimizer(monkeypatch):
     """Check the step of the word weights against the derivative of the loss, in the unit of the vectors."""
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     asked, shown = many(5)
     fit = Objective(LabelScorer(decoder, asked, "words"), shown, "both")
     one = plan.ADAMW.model_copy(update={"warmup": 0.0, "epochs": 1, "batch_size": 5})
@@ -115,7 +115,7 @@ def test_progress_is_reported_within_a_long_epoch(monkeypatch):
     monkeypatch.setattr("i2cl.models.training.PROGRESS_STEPS", 2)
     monkeypatch.setattr(adamw, "adamw_schedule", lambda *_, **__: TrainConfig(epochs=1, batch_size=1))
     seen = []
-    fit = problem(made("llama"))
+    fit = problem(new_decoder("llama"))
     history = fit_adamw(fit, 30.0, 0, lambda *told: seen.append(told)).history
     count = len(fit.queries)
     assert [step for step, _, _ in seen] == [*range(2, count, 2), count]
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_ends_a_long_epoch_early(monkeypatch):
         seen.append(number * float("nan"))
         return seen[-1]
 
-    one_line("by step 2", train, [number], loss, steps.batches(6, 0), steps, lambda *_: pytest.fail("told"))
+    raises("by step 2", train, [number], loss, steps.batches(6, 0), steps, lambda *_: pytest.fail("told"))
     assert len(seen) == 2
 
 
@@ -142,7 +142,7 @@ def test_of_many_demonstrations_a_sample_is_monitored(few_steps, monkeypatch):
     monkeypatch.setattr(
         adamw, "token_scores", lambda *given, **more: looked_at.append(given[1]) or scored(*given, **more)
     )
-    fit = problem(made("llama"))
+    fit = problem(new_decoder("llama"))
     u, _, history = fit_adamw(fit, 30.0, seed=0)
     assert u.any()
     assert len(fit.queries) > 4
@@ -153,7 +153,7 @@ def test_of_many_demonstrations_a_sample_is_monitored(few_steps, monkeypatch):
 
 def test_a_seed_repeats_its_vectors(few_steps, monkeypatch):
     monkeypatch.setattr(plan, "ADAMW", plan.ADAMW.model_copy(update={"batch_size": 2}))
-    fits = [fit_adamw(problem(made("llama")), 30.0, seed)[0] for seed in (0, 0, 1)]
+    fits = [fit_adamw(problem(new_decoder("llama")), 30.0, seed)[0] for seed in (0, 0, 1)]
     assert torch.equal(fits[0], fits[1])
     assert not torch.equal(fits[0], fits[2])
 
@@ -161,24 +161,24 @@ def test_a_seed_repeats_its_vectors(few_steps, monkeypatch):
 @pytest.mark.parametrize("config", [AnchoredConfig(prior_std=0.0), AnchoredConfig(steps=0)])
 def test_without_reach_or_steps_a_fit_yields_the_plain_model(config):
     with pytest.warns(MemoryWarning):
-        injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-5}))
+        injection = anchor(new_decoder("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-5}))
     assert not injection.context.any()
     assert injection.settings["tau"] is None
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 3e38])
 def test_a_model_that_is_not_finite_is_refused(factor):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     with torch.no_grad():
         decoder.model.lm_head.weight *= factor
     with pytest.warns(MemoryWarning):
-        one_line("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-5))
+        raises("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-5))
 
 
 def test_batches_are_halved_when_memory_runs_out(few_steps, monkeypatch):
     """To rounding: sums of a batch are of its halves."""
-    whole = fit_adamw(problem(made("llama")), 30.0, 0)[0]
-    decoder = made("llama")
+    whole = fit_adamw(problem(new_decoder("llama")), 30.0, 0)[0]
+    decoder = new_decoder("llama")
     forward = decoder.forward
 
     def narrow(batch, **more):
@@ -198,12 +198,12 @@ def test_a_fit_that_does_not_lower_the_objective_yields_the_plain_model(few_step
     losses = iter([1.0, end])
     monkeypatch.setattr(Objective, "mean_loss", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower prior_std"):
-        injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
+        injection = anchor(new_decoder("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.any()
 
 
 def test_the_history_holds_the_loss_without_the_prior(few_steps, monkeypatch):
-    fit, taken = problem(made("llama")), []
+    fit, taken = problem(new_decoder("llama")), []
 
     def recording(parameters, loss, *more):
         def recorded(chosen):

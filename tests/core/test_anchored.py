@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import optimize
 
-from fitting import made, one_line
+from fitting import new_decoder, raises
 from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import gauss_newton
 from i2cl.core.anchored import AnchoredConfig, anchor
@@ -53,7 +53,7 @@ TO_THE_END = AnchoredConfig(prior_std=3.0, steps=100, tolerance=1e-7, settled=0,
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @SCORINGS
 def test_derivatives_match_finite_differences(model_type, words):
-    fit = problem(made(model_type), task(words))
+    fit = problem(new_decoder(model_type), task(words))
     _, start, _ = fit.linearize_start()
     expected = fit.scores(torch.zeros(fit.size.parameters))
     torch.testing.assert_close(start.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=1e-4)
@@ -109,7 +109,7 @@ def test_kernel_regression_finds_the_optimum_of_scipy(shape):
 
 
 def test_a_fit_ends_at_the_minimum_of_the_objective():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     fit, _, tau = started(decoder, task(), TO_THE_END)
     injection = anchor(decoder, task(), SHOWN, TO_THE_END)
     assert injection.settings["tau"] == pytest.approx(tau)
@@ -126,7 +126,7 @@ def test_a_fit_ends_at_the_minimum_of_the_objective():
 
 def moving(words):
     """A problem linearized around 0, other parameters, and the linearization and scores there."""
-    fit = problem(made("llama"), task(words))
+    fit = problem(new_decoder("llama"), task(words))
     point, _ = linearize(fit, torch.zeros(fit.unit.numel()))
     u = 0.05 * torch.randn(fit.unit.numel(), generator=torch.Generator().manual_seed(0))
     return fit, point, u, *linearize(fit, u)
@@ -149,7 +149,7 @@ def test_only_unsettled_demonstrations_are_differentiated_again(words):
 
 
 def test_a_step_that_gains_less_than_predicted_is_damped():
-    fit, point, tau = started(made("llama"), task(), AnchoredConfig(prior_std=30.0))
+    fit, point, tau = started(new_decoder("llama"), task(), AnchoredConfig(prior_std=30.0))
     u = torch.zeros(fit.unit.numel())
     at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
@@ -169,7 +169,7 @@ def test_a_step_that_gains_less_than_predicted_is_damped():
 
 
 def test_history_falls_and_is_the_loss_among_labels():
-    decoder, seen = made("llama"), []
+    decoder, seen = new_decoder("llama"), []
     config = AnchoredConfig(prior_std=3.0, steps=4, say_label=False)
     injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: seen.append(at))
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
@@ -187,7 +187,7 @@ def test_history_falls_and_is_the_loss_among_labels():
 
 @pytest.mark.parametrize("config", [AnchoredConfig(prior_std=0.0), AnchoredConfig(steps=0)])
 def test_under_an_infinite_prior_it_is_the_plain_model(config):
-    decoder = made("gpt2")
+    decoder = new_decoder("gpt2")
     injection = anchor(decoder, task(), SHOWN, config)
     texts = ["fine", "so so"]
     plain = LabelScorer(decoder, task()).scores(texts).log_softmax(-1)
@@ -197,7 +197,7 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
 @SCORINGS
 def test_on_the_balanced_unit_all_sites_move_the_scores_equally(words):
     """A sublayer has one scale, and sublayers without a vector stay at 0."""
-    fit = problem(made("llama"), task(words), sublayers="mlp")
+    fit = problem(new_decoder("llama"), task(words), sublayers="mlp")
     point, _, variance = fit.linearize_start()
     assert (fit.unit == fit.unit[..., :1]).all()
     assert ((fit.unit > 0) == torch.tensor([False, True])[:, None]).all()
@@ -221,7 +221,7 @@ def test_reach_is_the_standard_deviation_of_label_scores_under_the_prior(size):
 
 
 def test_a_step_that_overflows_is_damped(monkeypatch):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     scores, calls = Objective.scores, []
 
     def overflowing(fit, u):
@@ -236,22 +236,22 @@ def test_a_step_that_overflows_is_damped(monkeypatch):
 
 
 def test_a_model_that_overflows_is_refused():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    one_line("not finite: load the model in float32", anchor, decoder, task(), SHOWN)
+    raises("not finite: load the model in float32", anchor, decoder, task(), SHOWN)
 
 
 def test_a_fit_that_does_not_lower_the_loss_warns_and_yields_the_plain_model(monkeypatch):
     monkeypatch.setattr(gauss_newton, "gauss_newton_step", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="yields the plain model: lower prior_std"):
-        injection = anchor(made("llama"), task(), SHOWN)
+        injection = anchor(new_decoder("llama"), task(), SHOWN)
     assert not injection.context.any()
 
 
 @pytest.mark.parametrize("prior_std", [300.0, 10_000.0])
 def test_a_wide_prior_takes_damped_steps(prior_std):
-    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(prior_std=prior_std))
+    injection = anchor(new_decoder("llama"), task(), SHOWN, AnchoredConfig(prior_std=prior_std))
     assert injection.history[-1] < 0.5 * injection.history[0]
 
 
@@ -263,13 +263,13 @@ def test_an_invalid_prior_std_is_refused(prior_std):
 
 def test_demonstrations_of_one_class_are_refused():
     message = "^anchored calibration needs demonstrations of at least two classes: add some$"
-    one_line(message, anchor, made("llama"), task(), [Example("a warm film", 0)] * 3)
+    raises(message, anchor, new_decoder("llama"), task(), [Example("a warm film", 0)] * 3)
 
 
 def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     (method,) = make_methods(["anchored"], {"steps": 1})
-    assert method.fit_injection(made("llama"), task(), SHOWN, 7).seed == 7
-    fit = problem(made("llama"), task())
+    assert method.fit_injection(new_decoder("llama"), task(), SHOWN, 7).seed == 7
+    fit = problem(new_decoder("llama"), task())
     u = torch.full((fit.unit.numel(),), 0.05)
     vectors = fit.vectors(u)
     edit = AffineEdit(vectors, torch.ones(vectors.shape[:2]))
@@ -278,7 +278,7 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
 
 
 def test_a_fitted_vector_claims_no_extraction(tmp_path):
-    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(steps=1, sublayers="mlp"))
+    injection = anchor(new_decoder("llama"), task(), SHOWN, AnchoredConfig(steps=1, sublayers="mlp"))
     assert injection.description()["extraction"] == {"sublayers": "mlp"}
     injection.save_pretrained(tmp_path / "task")
     assert Injection.from_pretrained(tmp_path / "task").extraction.sublayers == "mlp"
@@ -296,7 +296,7 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     ids=["same words", "negations", "numbers"],
 )
 def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     asked = Task("similar", labels, Template("{text}\nLabel: {label}"))
     shown = [Example(text, at) for at, text in enumerate(WORDS[: len(labels)])]
     injection = anchor(decoder, asked, shown)
@@ -305,7 +305,7 @@ def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels
 
 
 def test_gauss_newton_fits_word_weights():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     weights = anchor(decoder, task(words=True), SHOWN).word_weights
     start = LabelScorer(decoder, task(words=True), "words").labels.word_weights
     torch.testing.assert_close(weights.sum(0), torch.ones(3))

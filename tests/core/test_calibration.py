@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fitting import FAMILIES as BASIC, decoder_of, encode, injecting, log_probability, one_line
+from fitting import FAMILIES as BASIC, decoder_of, encode, injecting, log_probability, raises
 from i2cl import CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.core.ablations import NoisyEdit
 from i2cl.models.label_tokens import ScoringWarning
@@ -212,7 +212,7 @@ def test_start_coefficients():
     ],
 )
 def test_mismatched_inputs_are_refused(changes, message):
-    one_line(message, fit, **changes)
+    raises(message, fit, **changes)
 
 
 def test_batches_can_be_given_explicitly():
@@ -254,13 +254,13 @@ def test_injection_records_its_settings():
 
 @pytest.mark.parametrize("change", [{"noise": 1e38}, {"lr": 1e30, "batches": [[0], [1]]}])
 def test_loss_that_is_not_finite_is_refused(change):
-    one_line(r"loss became (nan|inf) by step \d.*lower the noise", fit, **change)
+    raises(r"loss became (nan|inf) by step \d.*lower the noise", fit, **change)
 
 
 def test_context_vector_of_another_model_is_refused():
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
     message = r"was made on 'llama', not 'other' \(weights .*fit it again on"
-    one_line(message, calibrate, other, TASK, SHOTS, context_of("llama"))
+    raises(message, calibrate, other, TASK, SHOTS, context_of("llama"))
 
 
 def test_weights_and_gradients_that_are_not_finite_are_refused():
@@ -271,8 +271,8 @@ def test_weights_and_gradients_that_are_not_finite_are_refused():
 
     handle = model.get_output_embeddings().register_full_backward_hook(spoil)
     decoder = Decoder(model, tiny_tokenizer())
-    one_line("not finite after 1 steps", calibrate, decoder, TASK, SHOTS, context_of("llama"), batches=[[0]])
+    raises("not finite after 1 steps", calibrate, decoder, TASK, SHOTS, context_of("llama"), batches=[[0]])
     handle.remove()
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = math.inf
-    one_line("loss became", calibrate, decoder, TASK, SHOTS, context_of("llama"))
+    raises("loss became", calibrate, decoder, TASK, SHOTS, context_of("llama"))

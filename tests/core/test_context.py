@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from fitting import PATHS, close, encode, one_line, raw_modules, replacing
+from fitting import PATHS, close, encode, raises, raw_modules, replacing
 from i2cl import Decoder, Example, ExtractConfig, Task, Template, extract, extract_classes
 from i2cl.models.encoding import TruncationWarning
 from tiny import tiny_model, tiny_tokenizer
@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_number_of_demonstrations(monkeypatch):
     ],
 )
 def test_invalid_demonstrations_are_refused(shown, options, message):
-    one_line(message, extract, decoder_of("llama"), TASK, shown, ExtractConfig(**options))
+    raises(message, extract, decoder_of("llama"), TASK, shown, ExtractConfig(**options))
 
 
 @pytest.mark.parametrize("separator", [True, False])
@@ -140,7 +140,7 @@ def test_long_demonstrations_are_truncated_only_in_their_text(separator):
 def test_demonstration_longer_than_the_context_is_refused():
     decoder = Decoder(tiny_model("llama", max_position_embeddings=8), tiny_tokenizer())
     needed = max(len(prompt(Example("", label))) for label in (0, 1))
-    one_line(rf"needs {needed} tokens, but only 8 fit", extract, decoder, TASK, SHOTS[:1])
+    raises(rf"needs {needed} tokens, but only 8 fit", extract, decoder, TASK, SHOTS[:1])
 
 
 # Vectors per class
@@ -172,4 +172,4 @@ def test_class_without_demonstrations_is_refused():
         ([], "no demonstrations: give at least one"),
         ([Example("a film", 3)], "demonstration 1 has label 3"),
     ):
-        one_line(message, extract_classes, decoder_of("llama"), THREE, shown)
+        raises(message, extract_classes, decoder_of("llama"), THREE, shown)

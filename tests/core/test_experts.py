@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
+from fitting import ASKED, TASKS, decoder_of, raises, random_injection
 from i2cl import Example, I2CLError, Injection, encoders, make_methods
 from i2cl.core.language import LanguageWarning
 from i2cl.export import make_golden
@@ -102,25 +102,23 @@ def test_label_prior_corrects_the_llm(injection):
 def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     words_encoder(WordsEncoder(turned=1))
-    one_line(
-        "the encoder 'words' yields other embeddings than at the fit", injection.log_probs, decoder, TEXTS
-    )
-    one_line("yields other embeddings", InjectionPool, decoder, {"both": injection})
+    raises("the encoder 'words' yields other embeddings than at the fit", injection.log_probs, decoder, TEXTS)
+    raises("yields other embeddings", InjectionPool, decoder, {"both": injection})
     injection.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "less")
     tensors = load_file(tmp_path / "new" / TENSORS)
     del tensors["embeddings_probe"]
     save_file(tensors, tmp_path / "less" / TENSORS)
-    one_line("damaged or missing .'embeddings_probe'", Injection.from_pretrained, tmp_path / "less")
+    raises("damaged or missing .'embeddings_probe'", Injection.from_pretrained, tmp_path / "less")
     for damaged in (torch.eye(3)[0], torch.ones(24)):
         save_file(tensors | {"embeddings_probe": damaged}, tmp_path / "less" / TENSORS)
-        one_line("stored sentence-encoder weights are damaged", Injection.from_pretrained, tmp_path / "less")
+        raises("stored sentence-encoder weights are damaged", Injection.from_pretrained, tmp_path / "less")
     unsorted = {"tfidf_buckets": tensors["tfidf_buckets"].flip(0), "embeddings_probe": torch.eye(24)[0]}
     save_file(tensors | unsorted, tmp_path / "less" / TENSORS)
-    one_line("stored TF-IDF weights are damaged", Injection.from_pretrained, tmp_path / "less")
+    raises("stored TF-IDF weights are damaged", Injection.from_pretrained, tmp_path / "less")
     monkeypatch.undo()
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
-    one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.log_probs, decoder, TEXTS)
+    raises(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.log_probs, decoder, TEXTS)
 
 
 def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_path, monkeypatch):
@@ -135,11 +133,11 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
     encoders.probe.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(encoders, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
-        one_line("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
+        raises("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
-    one_line("yields other embeddings than at the fit: give the encoder", moved.log_probs, decoder, TEXTS)
+    raises("yields other embeddings than at the fit: give the encoder", moved.log_probs, decoder, TEXTS)
     injection.llm_alone().save_pretrained(tmp_path / "plain")
-    one_line(
+    raises(
         "plain' uses no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
     )
 

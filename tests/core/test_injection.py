@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
-from fitting import TASKS, decoder_of, linear_edit, one_line, random_injection
+from fitting import TASKS, decoder_of, linear_edit, raises, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
@@ -24,7 +24,7 @@ TEXTS = ["a warm film", "dull"]
 OTHER_SIZES = [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")]
 
 
-def made(case="llama", *, sublayers="both", base=None, **fields):
+def make_injection(case="llama", *, sublayers="both", base=None, **fields):
     fields = {"settings": {"epochs": 3, "layers": [0, 1]}, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields
     extraction = ExtractConfig(sublayers=sublayers, separator=False)
     given = {"extraction": extraction, "base": base, "fields": fields}
@@ -33,7 +33,7 @@ def made(case="llama", *, sublayers="both", base=None, **fields):
 
 @pytest.fixture
 def saved(tmp_path):
-    made().save_pretrained(tmp_path / "out")
+    make_injection().save_pretrained(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -51,7 +51,7 @@ def describe(folder, **changes):
 @pytest.mark.parametrize("sublayers", ["both", "mha", "hidden"])
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
 def test_scores_match_a_linear_edit(sublayers, positions):
-    decoder, injection = decoder_of("llama"), made(sublayers=sublayers, positions=positions)
+    decoder, injection = decoder_of("llama"), make_injection(sublayers=sublayers, positions=positions)
     labels = find_label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"hook_point": "hidden" if sublayers == "hidden" else "sublayers", "positions": positions}
     edit = linear_edit(injection.context, injection.coefficients, seed=injection.seed, **record)
@@ -67,7 +67,7 @@ def test_scores_match_a_linear_edit(sublayers, positions):
 
 
 def test_predictions_are_label_words_and_full_sequences_can_be_requested():
-    decoder, injection, done = decoder_of("llama"), made(), []
+    decoder, injection, done = decoder_of("llama"), make_injection(), []
     best = injection.log_probs(decoder, TEXTS).argmax(-1).tolist()
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
     assert injection.predict(decoder, []) == []
@@ -82,21 +82,23 @@ def test_predictions_are_label_words_and_full_sequences_can_be_requested():
 @pytest.mark.parametrize("ask", ["log_probs", "predict"])
 def test_another_model_of_the_same_shape_is_accepted_with_force(ask):
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
-    one_line(r"made on 'llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
-    assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
+    raises(r"made on 'llama', not 'other' \(weights .*--force", getattr(make_injection(), ask), other, TEXTS)
+    assert len(getattr(make_injection(), ask)(other, TEXTS, force=True)) == len(TEXTS)
 
 
 @pytest.mark.parametrize("wrong", ["llama", None])
 def test_other_types_of_decoder_are_refused(wrong):
-    one_line(f"decoder must be of type Decoder, not {type(wrong).__name__}", made().require_base, wrong)
+    raises(
+        f"decoder must be of type Decoder, not {type(wrong).__name__}", make_injection().require_base, wrong
+    )
 
 
 def test_repr_omits_the_tensors_of_the_edit():
-    assert "tensor" not in repr(made())
+    assert "tensor" not in repr(make_injection())
 
 
 def test_model_is_fingerprinted_once(monkeypatch):
-    decoder, injection = Decoder(tiny_model("llama"), tiny_tokenizer()), made()
+    decoder, injection = Decoder(tiny_model("llama"), tiny_tokenizer()), make_injection()
     read = Mock(wraps=decoder_module.weights_fingerprint)
     monkeypatch.setattr(decoder_module, "weights_fingerprint", read)
     for _ in range(3):
@@ -108,20 +110,24 @@ def test_model_is_fingerprinted_once(monkeypatch):
 
 
 def test_changed_configuration_or_tokenizer_is_named():
-    made().require_base(decoder_of("llama"))
-    made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
+    make_injection().require_base(decoder_of("llama"))
+    make_injection().require_base(
+        Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy")
+    )
     other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
-    one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force", made().require_base, other)
+    raises(r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force", make_injection().require_base, other)
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
     other = Decoder(tiny_model("llama"), tokenizer)
-    one_line(r"\(tokenizer '\w+' and not '\w+'\)", made().require_base, other)
+    raises(r"\(tokenizer '\w+' and not '\w+'\)", make_injection().require_base, other)
 
 
 @pytest.mark.parametrize("force", [True, False])
 @pytest.mark.parametrize(("case", "overrides", "named"), OTHER_SIZES)
 def test_model_of_another_shape_is_refused_even_with_force(case, overrides, named, force):
-    assert "--force" not in one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
+    assert "--force" not in raises(
+        named, make_injection().require_base, decoder_of(case, **overrides), force=force
+    )
 
 
 # Saved and loaded
@@ -130,7 +136,7 @@ def test_model_of_another_shape_is_refused_even_with_force(case, overrides, name
 @pytest.mark.parametrize("sublayers", ["both", "mha", "mlp", "hidden"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_roundtrip_is_exact(tmp_path, case, sublayers):
-    injection = made(case, sublayers=sublayers, positions="random")
+    injection = make_injection(case, sublayers=sublayers, positions="random")
     injection.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.context, injection.context)
@@ -146,7 +152,7 @@ def test_roundtrip_is_exact(tmp_path, case, sublayers):
 
 def test_label_bias_is_saved(saved, tmp_path):
     assert "label_bias" not in described(saved)
-    injection = made(bias=(0.1 + 0.2, -1.5))
+    injection = make_injection(bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
     record = {"label_bias": [0.1 + 0.2, -1.5]}
     assert described(tmp_path / "new") == described(saved) | record
@@ -161,10 +167,10 @@ def test_label_bias_is_saved(saved, tmp_path):
 def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
     assert Injection.from_pretrained(saved).temperature == 1
     assert "temperature" not in described(saved)
-    made(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
+    make_injection(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
-    made(temperature=2.25, bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
+    make_injection(temperature=2.25, bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
     record = {"temperature": 2.25, "label_bias": [0.5, 0.0]}
     assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
@@ -174,7 +180,7 @@ def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
 
 
 def test_word_weights_are_saved(saved, tmp_path):
-    plain = made(scoring="words")
+    plain = make_injection(scoring="words")
     sizes = plain.scorer(decoder_of("llama")).labels.word_weights.shape
     weighted = plain.with_head(word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
@@ -186,16 +192,16 @@ def test_word_weights_are_saved(saved, tmp_path):
     torch.testing.assert_close(*scores[:2])  # to rounding: their strides differ
     assert not torch.allclose(*scores[1:])
     assert Injection.from_pretrained(saved).word_weights is None
-    one_line("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
-    one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
+    raises("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
+    raises(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
     other = weighted.with_head(word_weights=torch.ones(99, 2))
-    one_line("word weights have .*fit it again", other.log_probs, decoder_of("llama"), TEXTS)
+    raises("word weights have .*fit it again", other.log_probs, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "with a learned weight for each token (`word_weights`)" in card
     tensors = load_file(tmp_path / "new" / TENSORS)
     del tensors["word_weights"]
     save_file(tensors, tmp_path / "new" / TENSORS)
-    one_line("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
+    raises("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,7 @@ def test_word_weights_are_saved(saved, tmp_path):
 )
 def test_card_states_the_assumption_of_a_label_bias(tmp_path, prior, message):
     settings = {"label_prior": {"texts": 64, "prior": prior}}
-    made(bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
+    make_injection(bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
     message = f"Measured on 64 unlabelled texts, assuming that classes are {message}"
     assert message in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
@@ -218,12 +224,12 @@ def test_description_is_readable_and_contains_no_demonstrations(saved, tmp_path)
     assert (value["task"]["labels"], value["task"]["separator"]) == (["positive", "negative"], "\n\n")
     assert value["history"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
-    replace(made(), task=TASK).save_pretrained(tmp_path / "out")
+    replace(make_injection(), task=TASK).save_pretrained(tmp_path / "out")
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
 
 
 def test_tensor_views_are_saved(tmp_path):
-    injection = made()
+    injection = make_injection()
     values, coefficients = injection.context, injection.coefficients
     context = values.transpose(0, 2).contiguous().transpose(0, 2)
     turned = replace(injection, context=context, coefficients=coefficients[:1, :1].expand_as(coefficients))
@@ -240,15 +246,15 @@ def test_tensor_views_are_saved(tmp_path):
 def test_truncated_or_missing_tensors_are_refused(saved, end):
     path = saved / TENSORS
     path.unlink() if end is None else path.write_bytes(path.read_bytes()[:end])
-    one_line(r"injection.safetensors is damaged or missing", Injection.from_pretrained, saved)
+    raises(r"injection.safetensors is damaged or missing", Injection.from_pretrained, saved)
     save_file({"context_vector": torch.zeros(2, 2, 32)}, path)
-    one_line(r"damaged or missing \('coefficients'\)", Injection.from_pretrained, saved)
+    raises(r"damaged or missing \('coefficients'\)", Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}'])
 def test_malformed_description_is_refused(saved, content):
     (saved / DESCRIPTION).write_bytes(content)
-    one_line(r"injection.json cannot be read", Injection.from_pretrained, saved)
+    raises(r"injection.json cannot be read", Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +278,7 @@ def test_malformed_description_is_refused(saved, content):
 )
 def test_invalid_field_is_named(saved, changes, named):
     describe(saved, **changes)
-    one_line(named, Injection.from_pretrained, saved)
+    raises(named, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}, {}])
@@ -280,7 +286,7 @@ def test_shapes_that_do_not_match_the_description_are_refused(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
     describe(saved, **(described_so if changes else {"extraction": {"sublayers": "hidden"}}))
     message = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
-    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), but \(" + message, Injection.from_pretrained, saved)
+    raises(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), but \(" + message, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
@@ -289,7 +295,7 @@ def test_tensors_that_are_not_finite_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
     message = rf"{name} in injection.safetensors is not finite.*fit it again"
-    one_line(message, Injection.from_pretrained, saved)
+    raises(message, Injection.from_pretrained, saved)
 
 
 # The hub
@@ -299,7 +305,7 @@ def test_name_that_is_not_a_folder_is_downloaded(saved, monkeypatch):
     download = Mock(return_value=str(saved))
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
     result = Injection.from_pretrained("somebody/films", revision="v1")
-    assert torch.equal(result.coefficients, made().coefficients)
+    assert torch.equal(result.coefficients, make_injection().coefficients)
     Injection.from_pretrained(saved)
     download.assert_called_once_with("somebody/films", revision="v1", allow_patterns=[DESCRIPTION, TENSORS])
 
@@ -307,8 +313,8 @@ def test_name_that_is_not_a_folder_is_downloaded(saved, monkeypatch):
 def test_repository_or_path_without_an_injection_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-        one_line("'somebody/films' is not an injection", Injection.from_pretrained, "somebody/films")
-    one_line("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))
+        raises("'somebody/films' is not an injection", Injection.from_pretrained, "somebody/films")
+    raises("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))
 
 
 FORMS = [
@@ -341,4 +347,4 @@ def test_label_log_mass_is_the_log_probability_of_any_label():
     biased = injection.with_head(bias=(3.0, 0.0), temperature=2.0)
     torch.testing.assert_close(biased.label_log_mass(decoder, TEXTS), wanted)
     words = injection.with_head(scoring="words")
-    one_line("not defined for scoring='words'", words.label_log_mass, decoder, TEXTS)
+    raises("not defined for scoring='words'", words.label_log_mass, decoder, TEXTS)

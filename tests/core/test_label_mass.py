@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fitting import made, random_edit
+from fitting import new_decoder, random_edit
 from i2cl import AnchoredConfig, Example, Task, Template, anchor
 from i2cl.core import label_mass
 from i2cl.core.label_mass import raise_label_mass
@@ -48,7 +48,7 @@ def logits(decoder, ids, edit):
 
 @pytest.mark.parametrize("case", CASES)
 def test_last_hidden_states_give_the_models_logits(case):
-    decoder = made(case)
+    decoder = new_decoder(case)
     edit = edit_of(decoder)
     states = label_mass._final_states(decoder, QUERIES, edit)
     with decoder.frozen(), torch.no_grad():
@@ -59,7 +59,7 @@ def test_last_hidden_states_give_the_models_logits(case):
 
 @pytest.mark.parametrize("case", PATHS)
 def test_vector_makes_a_label_the_most_probable_token(case):
-    decoder = made(case)
+    decoder = new_decoder(case)
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
     assert result.after > result.before or case == "modernbert-decoder"  # its head is a network
@@ -75,7 +75,7 @@ def test_vector_makes_a_label_the_most_probable_token(case):
 
 
 def test_words_become_probable_with_an_exported_head():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, WORDS, edit)
     shift = edit.shift.clone()
@@ -90,7 +90,7 @@ def test_words_become_probable_with_an_exported_head():
 
 
 def test_default_fit_generates_labels_and_keeps_predictions():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     says = anchor(decoder, TASK, SHOWN)
     silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
     begins, ends = ("a film", "dull", "kind", "so"), ("of old", "!", "and", "")
@@ -114,7 +114,7 @@ def test_default_fit_generates_labels_and_keeps_predictions():
 
 
 def test_vector_that_changes_answers_is_halved_however_many_queries_there_are(monkeypatch):
-    decoder, queries = made("llama"), 100 * QUERIES
+    decoder, queries = new_decoder("llama"), 100 * QUERIES
     edit = edit_of(decoder)
     plain = label_mass._final_states(decoder, queries, edit)
     limit = 0.2 * plain.norm(dim=-1).mean()
@@ -126,7 +126,7 @@ def test_vector_that_changes_answers_is_halved_however_many_queries_there_are(mo
 
 
 def test_fit_is_unchanged_if_no_vector_helps():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     for config in ({"steps": 0}, {"sublayers": "mha"}, {"sublayers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
     edit = edit_of(decoder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import encode, injecting, log_probability, made, one_line
+from fitting import encode, injecting, log_probability, new_decoder, raises
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.calibration import CalibrationLoss, Coefficients
 from i2cl.models.scoring import LabelScorer
@@ -28,7 +28,7 @@ cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 @cases
 @pytest.mark.parametrize("change", [{}, {"optimizer": "lbfgs"}, {"positions": "last"}])
 def test_the_loss_is_the_cross_entropy_of_the_predictions(case, task, change):
-    decoder, config = made(case), QUIET.model_copy(update=change)
+    decoder, config = new_decoder(case), QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
     result = calibrate(decoder, task, SHOTS, context, config)
@@ -40,7 +40,7 @@ def test_the_loss_is_the_cross_entropy_of_the_predictions(case, task, change):
 
 
 def test_word_level_scoring_needs_the_loss_among_labels():
-    decoder, config = made("llama"), QUIET.model_copy(update={"epochs": 1})
+    decoder, config = new_decoder("llama"), QUIET.model_copy(update={"epochs": 1})
     context = extract(decoder, WORDS, SHOTS)
     start = calibrate(decoder, WORDS, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
     result = calibrate(decoder, WORDS, SHOTS, context, config, scoring="words")
@@ -48,13 +48,13 @@ def test_word_level_scoring_needs_the_loss_among_labels():
     assert result.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
     assert not torch.allclose(scores, start.log_probs(decoder, TEXTS, scoring="sequence"))
     paper = config.model_copy(update={"loss": "vocabulary"})
-    one_line("compares labels", calibrate, decoder, WORDS, SHOTS, context, paper, scoring="words")
+    raises("compares labels", calibrate, decoder, WORDS, SHOTS, context, paper, scoring="words")
 
 
 def test_full_sequences_need_the_loss_over_the_vocabulary():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     context = extract(decoder, WORDS, SHOTS)
-    one_line("scoring='words'", calibrate, decoder, WORDS, SHOTS, context, QUIET, scoring="sequence")
+    raises("scoring='words'", calibrate, decoder, WORDS, SHOTS, context, QUIET, scoring="sequence")
     paper = QUIET.model_copy(update={"loss": "vocabulary"})
     assert calibrate(decoder, WORDS, SHOTS, context, paper, scoring="sequence").scoring == "sequence"
 
@@ -73,7 +73,7 @@ def by_hand(decoder, task, values, coefficients):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
     monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
-    decoder, config = made(case), QUIET
+    decoder, config = new_decoder(case), QUIET
     context = extract(decoder, task, SHOTS)
     scorer = LabelScorer.for_fit(decoder, task)
     active = config.active(decoder.layers, "both")
@@ -93,7 +93,7 @@ def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
 @pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
 def test_calibration_reduces_the_loss_over_labels(task, change):
     change = {"epochs": 10, "noise": 1e-3} | change
-    decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
+    decoder = new_decoder("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     result, again = (calibrate(decoder, task, SHOTS, context, config, seed=1) for _ in range(2))
@@ -104,7 +104,7 @@ def test_calibration_reduces_the_loss_over_labels(task, change):
 @tasks
 @pytest.mark.parametrize("loss", ["labels", "vocabulary"])
 def test_lbfgs_accumulates_gradients_over_small_batches(monkeypatch, task, loss):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})
     wanted = calibrate(decoder, task, SHOTS, context, config).history

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import made
+from fitting import new_decoder
 from i2cl import Example, I2CLError, Injection, Task, Template
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.gauss_newton import fit_gauss_newton
@@ -35,7 +35,7 @@ def summed_loss(fit, u, tau):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_derivatives_match_finite_differences(model_type):
-    fit = problem(made(model_type))
+    fit = problem(new_decoder(model_type))
     fit.linearize_start()
     generator = torch.Generator().manual_seed(0)
     along = torch.randn(fit.size.parameters, generator=generator)
@@ -47,7 +47,7 @@ def test_derivatives_match_finite_differences(model_type):
 
 
 def test_gauss_newton_ends_at_the_minimum():
-    fit = problem(made("llama"))
+    fit = problem(new_decoder("llama"))
     u, tau, history = fit_gauss_newton(fit, 3.0, 100, tolerance=1e-7, settled=0)
     end = summed_loss(fit, u, tau)
     assert end < 0.9 * summed_loss(fit, torch.zeros_like(u), tau)
@@ -60,7 +60,7 @@ def test_gauss_newton_ends_at_the_minimum():
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
 def test_a_fit_gives_each_example_its_labels(solver):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     injection = anchor(decoder, TASK, SHOWN, AnchoredConfig(solver=solver))
     assert injection.settings["solved_by"] == solver
     assert injection.history[-1] < 0.3 * injection.history[0]
@@ -69,13 +69,13 @@ def test_a_fit_gives_each_example_its_labels(solver):
 
 
 def test_a_plain_fit_predicts_label_frequencies_on_average():
-    fit = problem(made("llama"))
+    fit = problem(new_decoder("llama"))
     _, scores, _ = fit.linearize_start()
     assert scores.mean(0).sigmoid().tolist() == pytest.approx([0.5, 0.25, 0.25])
 
 
 def test_sample_weights_count_like_repeated_rows():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     weighted = [*SHOWN[:3], Example.multi_label("no", (), 2.0)]
     config = AnchoredConfig(steps=1)
     one = anchor(decoder, TASK, weighted, config)
@@ -87,7 +87,7 @@ def test_sample_weights_count_like_repeated_rows():
 
 
 def test_artefact_keeps_probabilities_and_thresholds(tmp_path):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     injection = anchor(decoder, TASK, SHOWN, AnchoredConfig(steps=1))
     injection = injection.with_head(temperature=1.7, thresholds=(0.2, 0.5, 0.9))
     injection.save_pretrained(tmp_path / "new")
@@ -109,7 +109,7 @@ def test_head_adds_the_bias_and_divides_by_the_temperature():
 
 def test_probabilities_do_not_depend_on_other_tokens():
     """Scores are log-odds against the reference, so the vocabulary's normalizer cancels."""
-    labels = LabelScorer(made("llama"), TASK).labels
+    labels = LabelScorer(new_decoder("llama"), TASK).labels
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     assert labels.tokens[-1] == labels.reference
     assert torch.allclose(labels.scores(logits), labels.scores(logits.log_softmax(-1)), atol=1e-5)
@@ -129,24 +129,24 @@ def test_probabilities_do_not_depend_on_other_tokens():
 )
 def test_demonstrations_without_information_are_refused(shown, why):
     with pytest.raises(I2CLError, match=why) as refused:
-        anchor(made("llama"), TASK, shown)
+        anchor(new_decoder("llama"), TASK, shown)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("scoring", ["first_token", "sequence"])
 def test_other_scorings_are_refused(scoring):
     with pytest.raises(I2CLError, match="scoring"):
-        anchor(made("llama"), TASK, SHOWN, scoring=scoring)
+        anchor(new_decoder("llama"), TASK, SHOWN, scoring=scoring)
 
 
 def test_class_weights_are_refused():
     with pytest.raises(I2CLError, match="class_weight needs exactly one label per text"):
-        anchor(made("llama"), TASK, SHOWN, AnchoredConfig(class_weight="balanced"))
+        anchor(new_decoder("llama"), TASK, SHOWN, AnchoredConfig(class_weight="balanced"))
 
 
 def test_a_label_may_be_the_first_reference_word():
     task = Task("films", ("good", "none"), TASK.template, multi_label=True)
-    labels = LabelScorer(made("llama"), task).labels
+    labels = LabelScorer(new_decoder("llama"), task).labels
     assert labels.reference not in labels.tokens[:-1]
 
 
@@ -158,7 +158,7 @@ def test_kept_examples_are_stored_but_not_pushed(tmp_path, monkeypatch):
         return ""
 
     monkeypatch.setattr("i2cl.core.injection.upload", upload)
-    injection = replace(anchor(made("llama"), TASK, SHOWN, AnchoredConfig(steps=0)), examples=SHOWN)
+    injection = replace(anchor(new_decoder("llama"), TASK, SHOWN, AnchoredConfig(steps=0)), examples=SHOWN)
     injection.save_pretrained(tmp_path / "new")
     assert Injection.from_pretrained(tmp_path / "new").examples == SHOWN
     injection.push_to_hub("user/films")

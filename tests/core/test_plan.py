@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from fitting import made, one_line
+from fitting import new_decoder, raises
 from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anchor
 from i2cl.core import anchored, plan
 from i2cl.core.objective import Linearization, Objective
@@ -63,7 +63,7 @@ def test_a_requested_solver_is_used():
     ],
 )
 def test_a_fit_that_is_too_large_is_refused(size, memory, solver, message):
-    one_line(message, plan_fit, size, memory, solver)
+    raises(message, plan_fit, size, memory, solver)
 
 
 def test_the_cost_grows_with_labels_and_steps():
@@ -78,24 +78,24 @@ def test_the_cost_grows_with_labels_and_steps():
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
 def test_settings_store_the_solver(solver, few_steps):
     config = AnchoredConfig(steps=1, solver=solver)
-    assert anchor(made("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
+    assert anchor(new_decoder("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
 
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
 def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(solver, few_steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        injection = anchor(made("llama"), SHARED, SHOWN[:2], AnchoredConfig(steps=1, solver=solver))
+        injection = anchor(new_decoder("llama"), SHARED, SHOWN[:2], AnchoredConfig(steps=1, solver=solver))
     assert injection.scoring == "words"
 
 
 def test_full_sequences_are_refused():
     message = "scoring='sequence' is for methods without a fit.*scoring='words'"
-    one_line(message, anchor, made("llama"), SHARED, SHOWN[:2], scoring="sequence")
+    raises(message, anchor, new_decoder("llama"), SHARED, SHOWN[:2], scoring="sequence")
 
 
 def test_a_refit_uses_the_solver_and_scoring_of_the_fit(few_steps, monkeypatch):
-    decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
+    decoder, method = new_decoder("llama"), Anchored(AnchoredConfig(steps=1))
     with monkeypatch.context() as patch:
         patch.setattr(plan, "MAX_WORD_KERNEL_PAIRS", 1)
         fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
@@ -108,7 +108,7 @@ def test_a_refit_uses_the_solver_and_scoring_of_the_fit(few_steps, monkeypatch):
 
 
 def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     monkeypatch.setattr(anchored, "free_memory", lambda: 80_000)
     with pytest.warns(MemoryWarning, match="but 2e-05 GB may be used: using AdamW"):
         anchor(decoder, LETTERS, SHOWN, AnchoredConfig(steps=0))
@@ -116,17 +116,17 @@ def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):
 
 def test_the_limit_is_not_stored():
     configs = (AnchoredConfig(steps=1, memory=memory) for memory in (1.0, None))
-    limited, free = (anchor(made("llama"), LETTERS, SHOWN, config) for config in configs)
+    limited, free = (anchor(new_decoder("llama"), LETTERS, SHOWN, config) for config in configs)
     assert "memory" not in limited.settings
     assert limited.settings.keys() == free.settings.keys()
 
 
 def test_more_examples_than_the_maximum_are_refused():
-    one_line(r"16384 examples, not 18000.*--shots", anchor, made("llama"), LETTERS, SHOWN * 3000)
+    raises(r"16384 examples, not 18000.*--shots", anchor, new_decoder("llama"), LETTERS, SHOWN * 3000)
 
 
 def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeypatch):
-    fit = Objective(LabelScorer(made("llama"), LETTERS), SHOWN, "both")
+    fit = Objective(LabelScorer(new_decoder("llama"), LETTERS), SHOWN, "both")
     decoder, rows = fit.scorer.decoder, []
     forward = decoder.forward
     monkeypatch.setattr(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fitting import decoder_of, one_line
+from fitting import decoder_of, raises
 from i2cl.core.calibration import calibrate
 from i2cl.core.recipe import RECIPES, CalibrationConfig
 
@@ -50,8 +50,8 @@ WRONG += [{"formula": "add", "init_lambda": 0.0}, {"formula": "balance", "init_b
 
 @pytest.mark.parametrize("fields", [*WRONG, {"noise": math.nan}, {"learning_rate": 1e-2}])
 def test_settings_are_validated_and_immutable(fields):
-    one_line("", CalibrationConfig, **fields)
-    one_line("", CalibrationConfig.recipe, "paper", **fields)
+    raises("", CalibrationConfig, **fields)
+    raises("", CalibrationConfig.recipe, "paper", **fields)
     with pytest.raises(ValidationError):
         CalibrationConfig().lr = 1.0
     with pytest.raises(TypeError):
@@ -71,7 +71,7 @@ def test_settings_are_validated_and_immutable(fields):
     ],
 )
 def test_invalid_setting_is_named_with_its_value(fields, message):
-    one_line(message, CalibrationConfig, **fields)
+    raises(message, CalibrationConfig, **fields)
 
 
 def test_recipes_change_only_the_named_settings():
@@ -82,7 +82,7 @@ def test_recipes_change_only_the_named_settings():
     assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
     assert (released.rounds, CalibrationConfig.recipe("fast", passes=3).rounds) == (100, 3)
     assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
-    one_line("choose one of paper, released, fast", CalibrationConfig.recipe, "quick")
+    raises("choose one of paper, released, fast", CalibrationConfig.recipe, "quick")
 
 
 def recipe_fit(case="llama", decoder=None, progress=None, **changes):
@@ -114,4 +114,4 @@ def test_fast_recipe_keeps_the_best_point_and_reports_progress():
     seen = []
     injection = recipe_fit(passes=4, progress=lambda *at: seen.append(at))
     assert [at[:2] for at in seen] == [(number, 4) for number in range(1, len(injection.history) + 1)]
-    one_line("leave out batches", fit, batches=[[0]], optimizer="lbfgs")
+    raises("leave out batches", fit, batches=[[0]], optimizer="lbfgs")

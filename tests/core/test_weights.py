@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.utils import class_weight
 
-from fitting import injected, one_line
+from fitting import injected, raises
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, anchor, load_task
 from i2cl.core.weights import apply_class_weight, example_weights
 from i2cl.methods import make_injector
@@ -99,8 +99,8 @@ def test_class_weights_can_be_given_on_the_command_line():
 
 @pytest.mark.parametrize("value", ["even", "spam", "spam=many", "spam=0", "spam=-1", "spam=inf", "=", 3])
 def test_invalid_class_weights_are_refused(value):
-    one_line("option class_weight=", make_injector, None, {"class_weight": value})
+    raises("option class_weight=", make_injector, None, {"class_weight": value})
 
 
 def test_weight_for_an_unknown_label_is_refused():
-    one_line("class_weight names 'mauve'.*labels are '", anchored, EVEN, class_weight={"mauve": 2})
+    raises("class_weight names 'mauve'.*labels are '", anchored, EVEN, class_weight={"mauve": 2})

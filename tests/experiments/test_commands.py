@@ -9,7 +9,7 @@ import pytest
 
 from commands import run
 from experiments.runs import GRID, ONE, cell, kept, run_alone
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, load_task
 from i2cl.experiments.library import BUILTIN, compare_with, load_experiment, restrict_tasks
 from i2cl.experiments.runner import Bench
@@ -44,19 +44,19 @@ def written(tmp_path, *more, grid=GRID):
 
 
 @pytest.fixture
-def reported(said, tmp_path):
+def reported(stdout, tmp_path):
     """Write a report of the test's store, and return its Markdown."""
 
     def report(*words):
-        said("report", tmp_path / "store", *words, "--formats", "md")
+        stdout("report", tmp_path / "store", *words, "--formats", "md")
         return (tmp_path / "store" / "report" / "report.md").read_text()
 
     return report
 
 
-def test_second_run_adds_only_missing_cells(tmp_path, said, reported):
-    assert json.loads(said(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
-    record = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
+def test_second_run_adds_only_missing_cells(tmp_path, stdout, reported):
+    assert json.loads(stdout(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
+    record = json.loads(stdout(*written(tmp_path, "--json", "--seeds", "4")))
     assert record.pop("store")
     assert record == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
     text = reported("--experiments", tmp_path / "mine.toml")
@@ -64,7 +64,7 @@ def test_second_run_adds_only_missing_cells(tmp_path, said, reported):
     assert "Few-shot (ICL)" in text
 
 
-def test_grid_with_a_task_from_files_and_its_own_template(tmp_path, said, reported, refused):
+def test_grid_with_a_task_from_files_and_its_own_template(tmp_path, stdout, reported, refused):
     task = load_task(ONE)
     rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:80]]
     for name in ("train", "test"):
@@ -79,7 +79,7 @@ own.{name} = {{ template = {json.dumps(words)}, test = {test} }}
 rows = [{{ name = "Zero-shot", method = "zero_shot" }}, {{ name = "Few-shot", method = "few_shot" }}]
 full = {{ seeds = 1, limit = 8 }}
 """
-    last = said(*written(tmp_path, grid=grid)).splitlines()[-1]
+    last = stdout(*written(tmp_path, grid=grid)).splitlines()[-1]
     assert last == f"next: i2cl report {tmp_path / 'store'} --experiments {tmp_path / 'mine.toml'}"
     cells = [record.cell for record in Store.open(tmp_path / "store").records.values()]
     assert {cell.wording.template for cell in cells} == {words}
@@ -91,13 +91,13 @@ full = {{ seeds = 1, limit = 8 }}
     assert "then {label} at the end" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
 
 
-def test_tasks_and_against_options(tmp_path, said, reported, refused):
+def test_tasks_and_against_options(tmp_path, stdout, reported, refused):
     named = GRID.replace('tasks"', 'tasks", "comparison"')
-    said(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
+    stdout(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
     assert {one.cell.task for one in Store.open(tmp_path / "store").records.values()} == {"job-letter-1"}
     known = "no chosen experiment has the task 'sst2': use one of mood-colour-1, job-letter-1"
     assert known in refused(*written(tmp_path, "--tasks", "sst2", grid=named))
-    said(*written(tmp_path, "--seeds", "1", grid=named))
+    stdout(*written(tmp_path, "--seeds", "1", grid=named))
     words = ["--experiments", tmp_path / "mine.toml"]
     text = reported(*words, "--tasks", "mood-colour-1", "--against", "Few-shot (ICL)")
     assert "Difference from Few-shot (ICL)" in text
@@ -114,23 +114,23 @@ def test_restrict_tasks_and_compare_with():
     result = restrict_tasks([main_grid, real, chat], ["intents", "sst2", "rte"])
     assert [one.tasks for one in result] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
     assert [one.name for one in restrict_tasks([real, chat], ["intents"])] == ["real"]
-    one_line(r"task 'trecc': did you mean 'trec'", restrict_tasks, [real, chat], ["sst2", "trecc"])
+    raises(r"task 'trecc': did you mean 'trec'", restrict_tasks, [real, chat], ["sst2", "trecc"])
     assert [one.against for one in compare_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
     named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]
     cells = _cells("shots", cell(), named, named, True, None, None)
     assert {one.task for one in cells} == set(named)
 
 
-def test_failures_are_reported_and_set_the_exit_code(tmp_path, said):
+def test_failures_are_reported_and_set_the_exit_code(tmp_path, stdout):
     wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
-    expected = said(*written(tmp_path, grid=wrong), code=1)
+    expected = stdout(*written(tmp_path, grid=wrong), code=1)
     assert "14 cells done, 6 failed" in expected
     assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in expected
     assert sum(one.status == "failed" for one in Store.open(tmp_path / "store").records.values()) == 6
 
 
-def test_ls_lists_every_experiment(said):
-    listed = {row["name"]: row for row in json.loads(said("experiment", "ls", "--json"))}
+def test_ls_lists_every_experiment(stdout):
+    listed = {row["name"]: row for row in json.loads(stdout("experiment", "ls", "--json"))}
     assert list(listed) == list(BUILTIN)
     assert listed["main"]["paper"].startswith("Table 1")
     asked = load_experiment("real")

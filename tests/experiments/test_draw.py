@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Example, Task, Template, make_methods
 from i2cl.core.plan import MAX_EXAMPLES, FitSize, plan_fit
 from i2cl.experiments import draw as module
@@ -63,13 +63,13 @@ def test_requested_shots_are_drawn_or_refused_without_a_model():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
     assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # there is no limit on the number of labels
-    one_line("class 'word0' has 3 training examples, fewer than 5 shots", asked, of(3, 9), from_file=False)
+    raises("class 'word0' has 3 training examples, fewer than 5 shots", asked, of(3, 9), from_file=False)
     assert counts(asked(of(30, 3), I2CL, shots="all").demonstrations) == [30, 3]
     assert counts(asked(of(30, 3), shots="all", from_file=False).demonstrations) == [30, 3]
     assert asked(of(30, 3), shots="all") is None, "the model says how long it takes"
-    one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots="all")
-    one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots=MAX_EXAMPLES)
-    one_line("no text has the label 'word1': add texts with it, or leave it out", asked, of(3, 0, 3))
+    raises("give fewer", asked, of(MAX_EXAMPLES, 9), shots="all")
+    raises("give fewer", asked, of(MAX_EXAMPLES, 9), shots=MAX_EXAMPLES)
+    raises("no text has the label 'word1': add texts with it, or leave it out", asked, of(3, 0, 3))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_fit_that_exceeds_the_memory_has_no_estimate(decoder):
     (limited,) = make_methods(["anchored"], {"memory": 1e-6})
     speed = module._Speed.of(decoder, of(4, 4), limited)
     assert speed.seconds(of(4, 4).train) == float("inf")
-    one_line("--memory", speed.estimate, of(4, 4).train)
+    raises("--memory", speed.estimate, of(4, 4).train)
 
 
 def test_estimate_of_i2cl_fits(decoder):

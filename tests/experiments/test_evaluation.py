@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn import metrics
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Example
 from i2cl.experiments.confidence import NAMES, confidence
 from i2cl.experiments.evaluation import SkippedWarning, evaluate, macro_f1, summarize, sweep
@@ -85,7 +85,7 @@ def test_run_has_scores_and_calibration_metrics(decoder, task):
 
 def test_scores_of_a_wrong_shape_are_refused(decoder, task):
     wrong = Fake(Told(labels=3))
-    one_line(r"fake: log_probs returned scores of shape \(6, 3\)", evaluate, decoder, task, wrong, limit=6)
+    raises(r"fake: log_probs returned scores of shape \(6, 3\)", evaluate, decoder, task, wrong, limit=6)
 
 
 def test_seeds_and_methods_get_the_same_queries(decoder, task):
@@ -109,7 +109,7 @@ def test_run_json_round_trip(decoder, task):
     assert type(run).model_validate_json(written) == run
     others = evaluate(decoder, task, Fake(), demonstrations=[Example("new", 0), task.train[3]])
     assert others.demonstrations == (None, 3)
-    one_line("no test", evaluate, decoder, replace(task, test=()), Fake(), shots=2)
+    raises("no test", evaluate, decoder, replace(task, test=()), Fake(), shots=2)
 
 
 def test_summarize_means_and_sample_standard_deviation(decoder, task):
@@ -158,4 +158,4 @@ def test_sweep_skips_unsupported_methods(decoder, task):
     with pytest.warns(SkippedWarning, match="skipped: .* has no autocompressor compressor"):
         runs = sweep(lambda: decoder, [task], methods, [0], skip_unsupported=True, **asked)
     assert [run.method for run in runs] == ["zero_shot"]
-    one_line("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)
+    raises("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import make_pipeline
 
-from fitting import injected, one_line
+from fitting import injected, raises
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
 from i2cl.encoders import HUB_ID, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
@@ -80,7 +80,7 @@ def test_held_out_rows_are_test_rows_or_unused_training_rows(task):
     assert plan_evaluation(task, shown).rows == task.test
     assert plan_evaluation(task, shown, 0) == EvaluationPlan()
     assert plan_evaluation(replace(task, test=(*task.test, shown[0])), shown).rows == task.test
-    one_line("evaluate is -1", plan_evaluation, task, shown, -1)
+    raises("evaluate is -1", plan_evaluation, task, shown, -1)
     twin = Example(task.train[0].text, 1 - task.train[0].label)
     task = replace(task, train=(*task.train, twin), test=())
     shown = (task.train[0], task.train[1])
@@ -173,7 +173,7 @@ def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, m
     assert list(value["methods"]) == [*FREE, "char_tfidf", "i2cl"]
     assert "the context holds 64" in value["not_run"]["few_shot"]
     shown, injection = fitted(decoder, task)
-    one_line("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
+    raises("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert measured(decoder, task).evaluation["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
@@ -316,7 +316,7 @@ def test_held_out_rows_of_all_labels_but_rare_ones_need_no_refit(decoder, rare):
     result = evaluated(injection, decoder, rare, shown, plan)
     assert result.evaluation["outcome"] != "unknown"
     assert result.metrics == {}, "the card publishes only accuracies on every label"
-    one_line("labelled 'rare'", plan.require_target, 0.8)
+    raises("labelled 'rare'", plan.require_target, 0.8)
 
 
 def test_rare_label_in_held_out_rows_is_scored_in_a_cross_validation(rare):
@@ -338,7 +338,7 @@ def test_no_confidence_threshold_from_rows_that_miss_a_label(imbalanced):
     shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
     for folds in (0, 3):
         plan = plan_evaluation(imbalanced, shown, folds=folds)
-        one_line("held-out rows of every label", plan.require_target, 0.8)
+        raises("held-out rows of every label", plan.require_target, 0.8)
 
 
 def test_held_out_rows_include_at_least_one_of_each_label(task):
@@ -421,7 +421,7 @@ def test_temperature_is_fitted_on_the_rows_and_confidence_on_other_rows(decoder,
 
 
 def test_target_accuracy_gives_a_threshold(decoder, task):
-    one_line("needs at least 22 held-out rows", measured, decoder, task, limit=10, target=0.9)
+    raises("needs at least 22 held-out rows", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
     value = measured(decoder, replace(task, test=rows), target=0.5).evaluation["selection"]
     assert value["target"] == 0.5

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
 from i2cl.experiments.library import BUILTIN, ORDER, check_methods, load_experiment
 from i2cl.experiments.report.printed import printed_tables
@@ -22,12 +22,12 @@ ROWS = (
 )
 
 
-def made(rows=ROWS, **changes):
+def make_experiment(rows=ROWS, **changes):
     return Experiment(name="mine", title="t", measures="m", rows=rows, **changes)
 
 
 def test_cells_are_rows_times_tasks_times_seeds():
-    cells = list(made().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
+    cells = list(make_experiment().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
     by_row = {row.name: [cell for cell in cells if row.holds(cell)] for row in ROWS}
     numbers = {"Zero-shot": 3, "I2CL": 3 * 2 * 2, "Moved": 3 * 3 * 2, "Transferred": 3 * 2}
     assert {name: len(result) for name, result in by_row.items()} == numbers
@@ -37,7 +37,7 @@ def test_cells_are_rows_times_tasks_times_seeds():
     assert {cell.sources for cell in by_row["Transferred"]} == {("b", "c"), ("a", "c"), ("a", "b")}
     pairs = {((source,), target) for source in TASKS for target in TASKS}
     assert {(cell.sources, cell.task) for cell in by_row["Moved"]} == pairs
-    cells = list(made().cells(BASE, TASKS, Scale(seeds=1, limit=7, tasks=2, shots=1)))
+    cells = list(make_experiment().cells(BASE, TASKS, Scale(seeds=1, limit=7, tasks=2, shots=1)))
     assert len({cell.task for cell in cells}) == 2
     assert {cell.shots for cell in cells if ROWS[1].holds(cell)} == {1}
 
@@ -98,8 +98,8 @@ def test_load_experiment_from_file_and_unknown_names(tmp_path):
     assert (result.name, result.tasks, result.rows[0].method) == ("my grid", ("x.csv",), "i2cl")
     assert result.command == f"i2cl experiment run '{file}'"
     assert load_experiment("real").command == "i2cl experiment run real"
-    one_line("did you mean 'main'", load_experiment, "mian")
-    one_line("no file", load_experiment, tmp_path / "none.toml")
+    raises("did you mean 'main'", load_experiment, "mian")
+    raises("no file", load_experiment, tmp_path / "none.toml")
 
 
 TITLED = 'title = "T"\nmeasures = "M"\n'
@@ -125,24 +125,24 @@ TITLED = 'title = "T"\nmeasures = "M"\n'
 def test_invalid_files_raise_one_line(tmp_path, content, message):
     file = tmp_path / "mine.toml"
     file.write_text(content)
-    one_line(message, load_experiment, file)
+    raises(message, load_experiment, file)
 
 
 def test_default_reference_is_i2cl_or_the_first_row():
-    assert made().against == "I2CL"
-    assert made(rows=ROWS[:1]).against == "Zero-shot"
-    assert made(rows=[{"name": "B"}, {"name": "A"}]).against == "B"
-    assert made(against="Moved").against == "Moved"
+    assert make_experiment().against == "I2CL"
+    assert make_experiment(rows=ROWS[:1]).against == "Zero-shot"
+    assert make_experiment(rows=[{"name": "B"}, {"name": "A"}]).against == "B"
+    assert make_experiment(against="Moved").against == "Moved"
 
 
 def test_grid_sets_templates_of_its_tasks():
-    said = {"b": Wording(template="{text}? {label}", test="test.csv")}
-    grid = made(tasks=("a", "b"), own=said)
-    plain = {cell.key for cell in made(tasks=("a", "b")).cells(BASE, (), Scale(seeds=1))}
+    wordings = {"b": Wording(template="{text}? {label}", test="test.csv")}
+    grid = make_experiment(tasks=("a", "b"), own=wordings)
+    plain = {cell.key for cell in make_experiment(tasks=("a", "b")).cells(BASE, (), Scale(seeds=1))}
     for cell in grid.cells(BASE, (), Scale(seeds=1)):
-        assert cell.wording == (said["b"] if cell.task == "b" else Wording())
+        assert cell.wording == (wordings["b"] if cell.task == "b" else Wording())
         uses = "b" in (cell.task, *cell.sources)
-        assert cell.own == (said if uses else {})
+        assert cell.own == (wordings if uses else {})
         assert (cell.key in plain) is not uses, "only what is worded otherwise is another cell"
     with pytest.raises(ValueError, match="own names 'c', which is not one of the tasks"):
-        made(tasks=("a", "b"), own={"c": {"template": "{text} {label}"}})
+        make_experiment(tasks=("a", "b"), own={"c": {"template": "{text} {label}"}})

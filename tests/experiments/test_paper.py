@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from experiments.runs import ONE, OTHER, cell, run_alone, run_missing
-from fitting import one_line
+from fitting import raises
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task, transfer
 from i2cl.experiments.evaluation import fit_method
 from i2cl.experiments.grid import Experiment
@@ -56,10 +56,10 @@ def test_method_cell_has_predictions_and_demonstrations(bench):
 
 def test_chat_cell_uses_the_chat_template(bench, monkeypatch):
     wanted = cell(method="zero_shot", chat=True)
-    one_line("chat template", bench.run, wanted)
-    said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
-    said += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
+    raises("chat template", bench.run, wanted)
+    chat_template = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    chat_template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", chat_template)
     asked = load_task(ONE).chat(bench.decoder.tokenizer)
     assert asked.template.query("x").endswith("<assistant>")
     scores = LabelScorer(bench.decoder, asked).scores([query.text for query in asked.queries(12)])

@@ -4,7 +4,7 @@ import pytest
 
 from commands import jsonl
 from experiments.runs import OTHER, cell, kept, run_alone, run_missing
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder
 from i2cl.experiments import runner
 from i2cl.experiments.runner import pending_cells, run_cells, run_job
@@ -64,7 +64,7 @@ def test_store_rejects_other_weights(tmp_path):
     assert run_missing(cells[:1], first, tmp_path / "s")["done"] == 1
     assert run_missing(cells[:2], first, tmp_path / "s")["done"] == 1
     message = "the weights of 'm' differ from those of the store's results: choose another --store"
-    one_line(message, run_missing, cells, other, tmp_path / "s")
+    raises(message, run_missing, cells, other, tmp_path / "s")
     assert len(Store.open(tmp_path / "s").records) == 2
 
 
@@ -80,7 +80,7 @@ def test_store_rejects_other_rows_of_a_task(tmp_path, decoder):
         "the rows of task 'sst2' differ from those of the store's results",
         (cells, decoder, tmp_path / "s"),
     )
-    one_line(message, run_missing, *given, str(tmp_path / "other"))
+    raises(message, run_missing, *given, str(tmp_path / "other"))
 
 
 def test_store_rejects_another_wording_of_a_task(tmp_path, decoder):
@@ -102,5 +102,5 @@ def test_store_rejects_another_wording_of_a_task(tmp_path, decoder):
     assert run_missing(cells[:1], decoder, tmp_path / "s")["done"] == 0
     written("{text} is {label}")
     message = "the template, label words, instruction or shots of task .* differ from"
-    one_line(message, run_missing, cells, decoder, tmp_path / "s")
+    raises(message, run_missing, cells, decoder, tmp_path / "s")
     assert run_missing(cells, decoder, tmp_path / "other")["done"] == 2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.experiments.evidence import selective
 from i2cl.experiments.evidence.selective import LEVEL, min_rows, select, selection
 
@@ -15,7 +15,7 @@ def test_min_rows_without_errors_pass_the_test():
         result = select(sure, np.ones(n, bool), target)
         assert (result.threshold, result.coverage, result.accuracy) == (0.5, 1.0, 1.0)
         message = f"needs at least {n} held-out rows, but there are {n - 1}"
-        one_line(message, select, sure[1:], np.ones(n - 1, bool), target)
+        raises(message, select, sure[1:], np.ones(n - 1, bool), target)
 
 
 def test_printed_threshold_selects_the_same_rows():
@@ -28,7 +28,7 @@ def test_printed_threshold_selects_the_same_rows():
 
 @pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
 def test_target_out_of_range_is_rejected(target):
-    one_line("target accuracy must be at least 0.5 and below 1", selective.require_target, target, 1000)
+    raises("target accuracy must be at least 0.5 and below 1", selective.require_target, target, 1000)
 
 
 def test_selection_does_not_depend_on_row_order():

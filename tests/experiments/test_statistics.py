@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, norm, permutation_test, ttest_1samp, ttest_rel
 
-from fitting import one_line
+from fitting import raises
 from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import ALPHA, Comparison, Difference, accuracy, difference
@@ -241,7 +241,7 @@ def test_larger_p_controls_errors_where_one_test_does_not(luck, taste, wrong):
     ],
 )
 def test_results_that_cannot_be_paired_raise(ours, theirs, says):
-    one_line(says, difference, ours, theirs)
+    raises(says, difference, ours, theirs)
 
 
 @pytest.mark.parametrize("tasks", [np.ones((5, 8), bool), [np.ones((5, 8))]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record, Scores
@@ -95,7 +95,7 @@ def test_truncated_last_line_is_dropped_and_damaged_lines_raise(tmp_path, left):
     assert kept(tmp_path) == [record(0), record(2)]
     assert all(json.loads(line) for line in file.read_text().splitlines())
     file.write_bytes(lines[0][:30] + b"\n" + lines[1])
-    one_line(r"line 1 of the store .* remove that line", Store.open, tmp_path)
+    raises(r"line 1 of the store .* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_inconsistent_line_raises(tmp_path, changes, named):
     value = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
         handle.write(json.dumps(value) + "\n")
-    one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
+    raises(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "broken link"])
@@ -129,7 +129,7 @@ def test_damaged_vectors_raise(tmp_path, damage):
     path = tmp_path / "vectors" / f"{record(0).key}.safetensors"
     path.unlink()
     path.symlink_to("none") if damage is None else path.write_bytes(damage)
-    one_line(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
+    raises(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
 
 
 def test_damaged_or_missing_store_raises(tmp_path):
@@ -137,10 +137,10 @@ def test_damaged_or_missing_store_raises(tmp_path):
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     path = tmp_path / "packed" / "cells.jsonl.gz"
     path.write_bytes(path.read_bytes()[:50])
-    one_line(r"cells.jsonl.gz' is damaged .* copy it", Store.open, tmp_path / "packed")
-    one_line("i2cl experiment run", Store.open, tmp_path / "none")
+    raises(r"cells.jsonl.gz' is damaged .* copy it", Store.open, tmp_path / "packed")
+    raises("i2cl experiment run", Store.open, tmp_path / "none")
     (tmp_path / "file").write_text("")
-    one_line("choose another --store", write, tmp_path / "file", record(0))
+    raises("choose another --store", write, tmp_path / "file", record(0))
 
 
 def test_second_writer_is_rejected(tmp_path):
@@ -161,7 +161,7 @@ def test_pack_and_unpack_round_trip(tmp_path):
     Store.open(source).pack(packed)
     again = Store.open(packed)
     assert again.records == Store.open(source).records
-    one_line("is packed", write, packed, record(2))
+    raises("is packed", write, packed, record(2))
     again.unpack(tmp_path / "unpacked")
     write(tmp_path / "unpacked", record(2))
     unpacked = Store.open(tmp_path / "unpacked")

@@ -23,7 +23,7 @@ from export.cases import (
     stored,
     weights,
 )
-from fitting import one_line, weighted
+from fitting import raises, weighted
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, export_causal_lm, golden, make_golden, verify
 from i2cl.export.golden import GOLDEN
@@ -100,24 +100,24 @@ def test_a_dtype_rounds_the_folded_weights_once(tmp_path):
     assert 1e-6 < outcome.worst < outcome.tolerance == 5e-2
 
 
-def test_an_export_passes(exported, said):
+def test_an_export_passes(exported, stdout):
     outcome = verify(exported, device="cpu")
     assert outcome.passed
     assert outcome.worst < 1e-5
     value = Golden.from_export(exported)
     assert (value.form, value.tolerance) == ("causal-lm", 1e-4)
-    assert "Passed: 2 of 2 labels" in said("verify", exported, "--device", "cpu")
+    assert "Passed: 2 of 2 labels" in stdout("verify", exported, "--device", "cpu")
 
 
-def test_a_zeroed_bias_fails(exported, said):
+def test_a_zeroed_bias_fails(exported, stdout):
     state = load_file(exported / "model.safetensors")
     state["model.layers.1.mlp.down_proj.bias"].zero_()
     save_file(state, exported / "model.safetensors", metadata={"format": "pt"})
-    assert "Failed: " in said("verify", exported, "--device", "cpu", code=1)
-    assert json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))["passed"] is False
+    assert "Failed: " in stdout("verify", exported, "--device", "cpu", code=1)
+    assert json.loads(stdout("verify", exported, "--device", "cpu", "--json", code=1))["passed"] is False
 
 
-def test_a_tokenizer_with_other_ids_fails(exported, said):
+def test_a_tokenizer_with_other_ids_fails(exported, stdout):
     path = exported / "tokenizer.json"
     made = Golden.from_export(exported)
     prompts = [prompt.replace("the", "The") for prompt in made.prompts]
@@ -125,7 +125,7 @@ def test_a_tokenizer_with_other_ids_fails(exported, said):
     made.model_copy(update={"prompts": prompts, "ids": ids}).write(exported)
     state = json.loads(path.read_text(encoding="utf-8")) | {"normalizer": {"type": "Lowercase"}}
     path.write_text(json.dumps(state), encoding="utf-8")
-    assert "prompts other token ids, such as 'Review" in said("verify", exported, code=1)
+    assert "prompts other token ids, such as 'Review" in stdout("verify", exported, code=1)
 
 
 @pytest.mark.parametrize("case", ["gemma", "gpt2"])
@@ -146,10 +146,10 @@ def artefact(tmp_path_factory):
     return folder
 
 
-def test_export_and_verify_on_the_command_line(artefact, tmp_path, said):
+def test_export_and_verify_on_the_command_line(artefact, tmp_path, stdout):
     out = tmp_path / "plain"
-    assert "Next: i2cl verify" in said("export", artefact, out, "--to", "causal-lm", "--device", "cpu")
-    assert "Passed: 2 of 2 labels" in said("verify", out, "--device", "cpu")
+    assert "Next: i2cl verify" in stdout("export", artefact, out, "--to", "causal-lm", "--device", "cpu")
+    assert "Passed: 2 of 2 labels" in stdout("verify", out, "--device", "cpu")
     options = (
         "--to",
         "causal-lm",
@@ -160,7 +160,7 @@ def test_export_and_verify_on_the_command_line(artefact, tmp_path, said):
         "--dtype",
         "bfloat16",
     )
-    record = json.loads(said("export", artefact, tmp_path / "bare", *options))
+    record = json.loads(stdout("export", artefact, tmp_path / "bare", *options))
     assert (record["to"], record["golden"]) == ("causal-lm", False)
     assert len(list((tmp_path / "bare").glob("*.safetensors"))) > 1
     assert GOLDEN not in listed(tmp_path / "bare")
@@ -185,7 +185,7 @@ def test_another_model_is_refused_unless_forced(tmp_path, artefact, refused):
     base, mine = saved(decoder_of("llama"), tmp_path)
     injection = Injection.from_pretrained(mine)
     other = decoder_of("llama", rms_norm_eps=1e-5)
-    one_line(r"rms_norm_eps 1e-06 and not 1e-05", export_causal_lm, other, injection, tmp_path / "out")
+    raises(r"rms_norm_eps 1e-06 and not 1e-05", export_causal_lm, other, injection, tmp_path / "out")
     assert "(layers, width)" in refused("export", artefact, tmp_path / "out", "--model", base)
     other = stored(decoder_of("llama", vocab_size=310), tmp_path / "other")
     message = refused("export", mine, tmp_path / "out", "--model", other, "--no-golden")

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from commands import listed, run
 from export.cases import FOLDED, HOW, SHARED, TASK, decoder_of, drawn, injection_for, saved
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, Injection, Template, with_temperature
 from i2cl.export import Golden, classifier, export_classifier, verify
 from i2cl.export.classifier import PROBES, TRAILING, TemplateTokenizer
@@ -71,7 +71,7 @@ def test_every_classifier_model_type_matches_the_injected_model(case, tmp_path):
 @pytest.mark.parametrize("case", WITHOUT)
 def test_model_types_without_a_classifier_in_transformers_are_refused(case, tmp_path):
     decoder = decoder_of(case)
-    one_line(
+    raises(
         "has no sequence classifier of the type .*--to causal-lm",
         *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
     )
@@ -118,15 +118,15 @@ def test_a_label_prior_holds_in_bfloat16(tmp_path):
 def test_a_label_prior_that_cannot_be_exact_is_refused(case, dtype, tmp_path):
     decoder = decoder_of(case, dtype)
     injection = injection_for(decoder).with_head(bias=(1.5, -0.25))
-    one_line("--drop-prior.*--to causal-lm", export_classifier, decoder, injection, tmp_path / "out")
+    raises("--drop-prior.*--to causal-lm", export_classifier, decoder, injection, tmp_path / "out")
     assert listed(tmp_path) == []
 
 
-def test_drop_prior_leaves_the_label_prior_out(tmp_path, said):
+def test_drop_prior_leaves_the_label_prior_out(tmp_path, stdout):
     base, artefact = saved(decoder_of("smollm3"), tmp_path)
     injection = Injection.from_pretrained(artefact).with_head(bias=(1.5, -0.25), temperature=2.0)
     injection.save_pretrained(tmp_path / "prior")
-    said("export", tmp_path / "prior", tmp_path / "out", "--model", base, "--drop-prior")
+    stdout("export", tmp_path / "prior", tmp_path / "out", "--model", base, "--drop-prior")
     expected = injection.with_head(bias=None).log_probs(Decoder.from_pretrained(str(base)), TEXTS)
     classify = pipeline("text-classification", str(tmp_path / "out"), top_k=None)
     found = probabilities(classify, TEXTS, TASK.labels)
@@ -165,7 +165,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
 
 def test_a_tokenizer_that_cannot_hold_the_template_is_refused(monkeypatch):
     monkeypatch.setattr(classifier, "_with_ids", lambda *_: None)
-    one_line("cannot hold this prompt template", TemplateTokenizer, tiny_tokenizer(), TASK.template)
+    raises("cannot hold this prompt template", TemplateTokenizer, tiny_tokenizer(), TASK.template)
 
 
 def test_the_tokenizer_knows_the_context_length(tmp_path):
@@ -238,9 +238,9 @@ def in_hub_layout(folder, cache):
     return "someone/films"
 
 
-def test_the_classifier_runs_without_i2cl_from_a_folder_and_from_the_hub(tmp_path, said, monkeypatch):
+def test_the_classifier_runs_without_i2cl_from_a_folder_and_from_the_hub(tmp_path, stdout, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
-    message = said("export", artefact, tmp_path / "out", "--model", base)
+    message = stdout("export", artefact, tmp_path / "out", "--model", base)
     assert "as a text classifier" in message
     hub_id = in_hub_layout(tmp_path / "out", tmp_path / "hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -277,22 +277,22 @@ def test_trainer_trains_the_classifier_further(label_bias, tmp_path):
     assert trainer.evaluate()["eval_loss"] < before
 
 
-def test_verify_checks_a_classifier(tmp_path, said):
+def test_verify_checks_a_classifier(tmp_path, stdout):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out = tmp_path / "out"
-    said("export", artefact, out, "--model", base)
-    record = json.loads(said("verify", out, "--json"))
+    stdout("export", artefact, out, "--model", base)
+    record = json.loads(stdout("verify", out, "--json"))
     assert record["passed"]
     assert record["labels"]["of"] == record["labels"]["right"] == 2
     assert record["retokenized"] == []
-    assert "Passed: 2 of 2 labels agree" in said("verify", out)
+    assert "Passed: 2 of 2 labels agree" in stdout("verify", out)
 
 
 @pytest.mark.parametrize("factor", [-1, torch.nan])
-def test_verify_fails_on_a_classifier_with_other_weights(tmp_path, said, factor):
+def test_verify_fails_on_a_classifier_with_other_weights(tmp_path, stdout, factor):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out = tmp_path / "out"
-    said("export", artefact, out, "--model", base)
+    stdout("export", artefact, out, "--model", base)
     model = AutoModelForSequenceClassification.from_pretrained(out)
     with torch.no_grad():
         model.score.weight.mul_(factor)
@@ -305,7 +305,7 @@ def test_a_classifier_that_differs_from_the_injected_model_is_not_written(tmp_pa
     decoder, injection = drawn("llama")
     label_rows = classifier.label_rows
     monkeypatch.setattr(classifier, "label_rows", lambda *given: (-label_rows(*given)[0], torch.zeros(2)))
-    one_line("so it was not written", export_classifier, decoder, injection, tmp_path / "out")
+    raises("so it was not written", export_classifier, decoder, injection, tmp_path / "out")
     assert listed(tmp_path) == []
 
 

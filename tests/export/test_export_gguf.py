@@ -23,7 +23,7 @@ from export.cases import (
     plain,
     saved,
 )
-from fitting import one_line, weighted
+from fitting import raises, weighted
 from i2cl.export import Golden, export_gguf, fold, golden, verify_gguf
 from i2cl.export.gguf import adjacent_pairs
 from i2cl.export.golden import GOLDEN
@@ -126,25 +126,25 @@ def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
 @pytest.mark.parametrize("case", sorted(set(ONE_OF_EACH) - {"llama", "phi3", "qwen2"}))
 def test_what_does_not_become_a_llama_is_refused(case, tmp_path):
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' can be written as GGUF"
-    message = one_line(reason, export_gguf, *drawn(case), tmp_path / "out.gguf")
+    message = raises(reason, export_gguf, *drawn(case), tmp_path / "out.gguf")
     assert message.endswith("export with --to classifier or causal-lm")
     assert listed(tmp_path) == []
 
 
 def test_a_dtype_that_gguf_lacks_or_that_overflows_is_refused(tmp_path):
     call, out = (export_gguf, *drawn("llama")), tmp_path / "out.gguf"
-    one_line("choose float32, float16 or bfloat16", *call, out, dtype=torch.float64)
+    raises("choose float32, float16 or bfloat16", *call, out, dtype=torch.float64)
     with torch.no_grad():
         call[1].model.lm_head.weight[3, 3] = 1e6
     message = r"lm_head.weight has values beyond the range of torch.float16"
-    one_line(message, *call, out, dtype=torch.float16, force=True, golden=False)
+    raises(message, *call, out, dtype=torch.float16, force=True, golden=False)
     assert listed(tmp_path) == []
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = r"needs the package gguf: pip install 'i2cl\[gguf\]'"
-    one_line(message, export_gguf, *drawn("llama"), tmp_path / "out.gguf")
+    raises(message, export_gguf, *drawn("llama"), tmp_path / "out.gguf")
 
 
 def test_a_missing_llama_cpp_is_named_before_the_file_is_written(tmp_path, call, refused, monkeypatch):
@@ -205,12 +205,12 @@ def test_longrope_models_are_exported_with_their_original_context_length(tmp_pat
 
 
 @llama_cpp
-def test_an_export_passes_in_llama_cpp(exported, said):
+def test_an_export_passes_in_llama_cpp(exported, stdout):
     outcome = verify_gguf(exported)
     assert (outcome.passed, outcome.worst < 1e-5, outcome.retokenized) == (True, True, ())
-    assert "Passed: 2 of 2 labels" in said("verify", exported)
+    assert "Passed: 2 of 2 labels" in stdout("verify", exported)
     server = start_llama_cpp(exported)
-    assert "Passed: 2 of 2 labels" in said("verify", exported, "--url", server.listening_address)
+    assert "Passed: 2 of 2 labels" in stdout("verify", exported, "--url", server.listening_address)
 
 
 @llama_cpp
@@ -261,9 +261,9 @@ def test_lower_precision_passes_within_its_tolerance(dtype, tmp_path):
 
 @llama_cpp
 @pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias", "blk.0.ffn_up.weight"])
-def test_a_zeroed_tensor_fails(exported, said, name):
+def test_a_zeroed_tensor_fails(exported, stdout, name):
     change(exported, name)
-    assert "Failed: " in said("verify", exported, code=1)
+    assert "Failed: " in stdout("verify", exported, code=1)
 
 
 @llama_cpp

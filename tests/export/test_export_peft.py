@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from commands import listed, run
 from export.cases import HOW, SHARED, TASK, decoder_of, drawn, hooked, injection_for, plain, relative, stored
 from export.test_causal_lm import run_card
-from fitting import left_as_found, one_line, weighted
+from fitting import left_as_found, raises, weighted
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, export_peft, golden, verify
 from i2cl.export.causal_lm import usage
@@ -90,23 +90,23 @@ def test_two_adapters_take_turns_on_one_model(tmp_path):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_model_types_without_a_last_linear_map_are_refused_with_the_reason(case):
-    one_line(HOW[case].removeprefix("no: "), lora_adapter, *additive(case))
+    raises(HOW[case].removeprefix("no: "), lora_adapter, *additive(case))
 
 
 def test_injections_that_lora_cannot_express_are_refused(tmp_path):
     decoder, injection = additive("llama")
-    one_line("positions 'last'", lora_adapter, decoder, replace(injection, positions="last"))
-    one_line("cannot scale", export_peft, *drawn("llama"), tmp_path / "out")
+    raises("positions 'last'", lora_adapter, decoder, replace(injection, positions="last"))
+    raises("cannot scale", export_peft, *drawn("llama"), tmp_path / "out")
     words = weighted(*additive("llama", task=SHARED))
-    one_line("word-level scoring changes the LM head", export_peft, decoder, words, tmp_path / "out")
+    raises("word-level scoring changes the LM head", export_peft, decoder, words, tmp_path / "out")
     _, other = additive("llama", vocab_size=310)
-    one_line("this injection was made on", export_peft, decoder, other, tmp_path / "out")
+    raises("this injection was made on", export_peft, decoder, other, tmp_path / "out")
     assert listed(tmp_path) == []
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    one_line(r"pip install 'i2cl\[peft\]'", lora_adapter, *additive("phi"))
+    raises(r"pip install 'i2cl\[peft\]'", lora_adapter, *additive("phi"))
 
 
 def test_the_base_model_is_not_changed(tmp_path):
@@ -128,16 +128,16 @@ def exported(tmp_path):
     return base, tmp_path / "artefact", tmp_path / "out"
 
 
-def test_export_and_verify_on_the_command_line(exported, tmp_path, said):
+def test_export_and_verify_on_the_command_line(exported, tmp_path, stdout):
     base, artefact, out = exported
     assert {"README.md", CONFIG, WEIGHTS, GOLDEN, "tokenizer.json"} <= set(listed(out))
     assert Golden.from_export(out).form == "peft"
     assert AutoTokenizer.from_pretrained(out).padding_side == "left"
-    assert "Passed: 2 of 2 labels" in said("verify", out, "--device", "cpu")
+    assert "Passed: 2 of 2 labels" in stdout("verify", out, "--device", "cpu")
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
     assert config["inference_mode"] is True
-    message = said("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden")
+    message = stdout("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden")
     assert f"films as a LoRA adapter of {base}" in message
     assert GOLDEN not in listed(tmp_path / "bare")
 
@@ -150,14 +150,14 @@ def test_a_base_model_that_moved_is_named(exported, tmp_path, refused):
     assert "has no i2cl_golden.json" in refused("verify", tmp_path / "moved", "--model", base)
 
 
-def test_changed_and_damaged_adapters_are_found(exported, said, tmp_path, refused):
+def test_changed_and_damaged_adapters_are_found(exported, stdout, tmp_path, refused):
     *_, out = exported
     other = stored(decoder_of("phi", hidden_size=64), tmp_path / "other")
     assert "cannot load the adapter" in refused("verify", out, "--device", "cpu", "--model", other)
     state = load_file(out / WEIGHTS)
     state[next(name for name in state if name.endswith("layers.1.mlp.fc2.lora_B.bias"))].zero_()
     save_file(state, out / WEIGHTS, metadata={"format": "pt"})
-    assert "Failed: " in said("verify", out, "--device", "cpu", code=1)
+    assert "Failed: " in stdout("verify", out, "--device", "cpu", code=1)
     (out / WEIGHTS).write_bytes(b"rubbish")
     assert "export it again" in refused("verify", out, "--device", "cpu")
     (out / CONFIG).write_text("[]", encoding="utf-8")

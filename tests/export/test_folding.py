@@ -24,7 +24,7 @@ from export.cases import (
     plain,
     relative,
 )
-from fitting import left_as_found, one_line, weighted
+from fitting import left_as_found, raises, weighted
 from i2cl import ARCHITECTURES, Architecture, Decoder, ExtractConfig
 from i2cl.export import export_causal_lm, fold
 from i2cl.export.folding import Folding
@@ -49,7 +49,7 @@ def test_a_folded_checkpoint_computes_what_the_hooks_do(case, dtype, tmp_path):
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
 def test_models_that_cannot_be_folded_are_refused_with_the_reason(case):
-    error = one_line("", fold, *drawn(case))
+    error = raises("", fold, *drawn(case))
     assert (HOW[case].removeprefix("no: ") in error) or "sliding window of 8 tokens is shorter" in error
     assert error.endswith("predict with hooks instead (`i2cl predict`)")
 
@@ -109,29 +109,29 @@ def test_word_level_rows_of_the_head_are_rounded_once():
     ],
 )
 def test_configs_that_llama_cannot_hold_are_refused(case, fields, message):
-    one_line(message, fold, *drawn(case, **fields))
+    raises(message, fold, *drawn(case, **fields))
 
 
 def test_injections_that_are_not_a_bias_are_refused():
     decoder, injection = drawn("llama")
-    one_line("positions 'last'", fold, decoder, replace(injection, positions="last"))
+    raises("positions 'last'", fold, decoder, replace(injection, positions="last"))
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
     hidden = {"context": values, "extraction": ExtractConfig(sublayers="hidden", separator=False)}
     blocks = replace(injection, coefficients=torch.zeros(decoder.layers, 1, 2), **hidden)
-    one_line("block outputs", fold, decoder, blocks)
-    one_line("^this injection scores full label sequences, .*scoring=.words.", fold, *drawn("llama", SHARED))
+    raises("block outputs", fold, decoder, blocks)
+    raises("^this injection scores full label sequences, .*scoring=.words.", fold, *drawn("llama", SHARED))
     _, deeper = drawn("llama", num_hidden_layers=3)
-    one_line(r"\(layers, width\) \(3, 32\)", fold, decoder, deeper)
+    raises(r"\(layers, width\) \(3, 32\)", fold, decoder, deeper)
 
 
 def test_models_that_are_not_the_registered_type_or_not_in_memory_are_refused():
     decoder, injection = drawn("llama")
     own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
-    one_line(
+    raises(
         "custom Architecture", fold, Decoder(decoder.model, decoder.tokenizer, architecture=own), injection
     )
     decoder.model.to("meta")
-    one_line("not in memory", fold, decoder, injection)
+    raises("not in memory", fold, decoder, injection)
 
 
 def test_remote_code_is_not_named(tmp_path):

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
 from export.cases import TEXTS, change, injection_for, llama_cpp
-from fitting import one_line
+from fitting import raises
 from i2cl.export import export_gguf, verify_gguf
 from i2cl.export.gguf import tokenizer_fields
 from i2cl.export.servers import LlamaCpp, start_llama_cpp
@@ -141,11 +141,11 @@ def of_words():
     ],
 )
 def test_tokenizers_that_llama_cpp_lacks_are_refused(make, reason):
-    assert "--to classifier or causal-lm" in one_line(reason, tokenizer_fields, make(), 1000)
+    assert "--to classifier or causal-lm" in raises(reason, tokenizer_fields, make(), 1000)
 
 
 @llama_cpp
-def test_other_token_ids_fail(tmp_path, said):
+def test_other_token_ids_fail(tmp_path, stdout):
     decoder, path = decoder_with(pieces_of_sentencepiece()), tmp_path / "out.gguf"
     export_gguf(decoder, injection_for(decoder), path)
     assert verify_gguf(path).passed
@@ -153,4 +153,4 @@ def test_other_token_ids_fail(tmp_path, said):
     outcome = verify_gguf(path)
     assert outcome.worst < 1e-4  # the ids themselves are answered as before
     assert len(outcome.retokenized) == len(outcome.labels)
-    assert "gives 2 prompts other token ids" in said("verify", path, code=1)
+    assert "gives 2 prompts other token ids" in stdout("verify", path, code=1)

@@ -9,7 +9,7 @@ import pytest
 
 from commands import run
 from export.cases import drawn
-from fitting import one_line
+from fitting import raises
 from i2cl.export import Golden, export_classifier, verify_server
 
 
@@ -60,16 +60,16 @@ def golden(classifier):
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/classify"])
-def test_a_server_with_the_same_answers_passes(classifier, golden, said, end):
+def test_a_server_with_the_same_answers_passes(classifier, golden, stdout, end):
     with serving(golden.probabilities) as (url, requests):
-        assert "Passed: 2 of 2 labels" in said("verify", classifier, "--url", url + end)
+        assert "Passed: 2 of 2 labels" in stdout("verify", classifier, "--url", url + end)
     (request,) = requests
     assert (request["path"], request["model"], request["input"]) == ("/classify", "folded", golden.texts)
 
 
-def test_a_server_with_other_answers_fails(classifier, golden, said):
+def test_a_server_with_other_answers_fails(classifier, golden, stdout):
     with serving([probs[::-1] for probs in golden.probabilities]) as (url, _):
-        assert "Failed: 0 of 2 labels" in said("verify", classifier, "--url", url, code=1)
+        assert "Failed: 0 of 2 labels" in stdout("verify", classifier, "--url", url, code=1)
 
 
 def test_a_task_of_the_vllm_plugin_is_asked_by_its_name(exported, monkeypatch):
@@ -99,12 +99,12 @@ def test_a_language_model_on_a_server_is_refused(exported, refused):
 def test_servers_that_do_not_classify_are_refused(golden, arguments, message):
     name = None if "listed" in arguments else "folded"
     with serving(**({"probabilities": golden.probabilities} | arguments)) as (url, _):
-        one_line(message, verify_server, golden, url, model=name)
+        raises(message, verify_server, golden, url, model=name)
 
 
 def test_no_server_is_one_line(golden):
-    one_line("cannot reach", verify_server, golden, "http://127.0.0.1:9")
-    one_line("not a server's URL", verify_server, golden, "file:///etc/hosts")
+    raises("cannot reach", verify_server, golden, "http://127.0.0.1:9")
+    raises("not a server's URL", verify_server, golden, "file:///etc/hosts")
 
 
 @pytest.mark.parametrize(

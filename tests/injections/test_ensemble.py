@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import encoders
 from i2cl.injections import ensemble
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, cross_fitted, likely_weights
@@ -78,7 +78,7 @@ def test_default_members_depend_on_what_is_installed(monkeypatch):
 def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
     config, rest = EnsembleConfig.take_from({"experts": "llm", "embeddings_c": "3", "steps": "2"})
     assert (config, rest) == (EnsembleConfig(experts=("llm",), embeddings_c=3), {"steps": "2"})
-    one_line(
+    raises(
         "option embeddings_c='x': Input should be a valid number",
         EnsembleConfig.take_from,
         {"embeddings_c": "x"},
@@ -93,4 +93,4 @@ def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
     ],
 )
 def test_unusable_experts_are_refused(experts, message):
-    one_line(message, EnsembleConfig(experts=experts).members)
+    raises(message, EnsembleConfig(experts=experts).members)

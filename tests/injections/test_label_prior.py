@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Example, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.injecting import injection_predictor as predictor_of
@@ -53,7 +53,7 @@ def test_few_texts_give_a_warning_and_none_an_error(injection, decoder):
         result = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, result.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])
-    one_line("no texts were given", with_label_prior, injection, decoder, [])
+    raises("no texts were given", with_label_prior, injection, decoder, [])
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_few_texts_give_a_warning_and_none_an_error(injection, decoder):
     ],
 )
 def test_invalid_priors_are_refused(injection, decoder, prior, named):
-    one_line(named, with_label_prior, injection, decoder, UNLABELLED, prior)
+    raises(named, with_label_prior, injection, decoder, UNLABELLED, prior)
 
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
 def test_bias_of_the_wrong_size_is_refused(injection, bias):
-    one_line(r"label_bias .* 2 labels", injection.with_head, bias=bias)
+    raises(r"label_bias .* 2 labels", injection.with_head, bias=bias)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression
 
-from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
+from fitting import ASKED, TASKS, decoder_of, raises, random_injection
 from i2cl import Example, I2CLClassifier, Injection, InjectionPool, Task, Template, make_methods
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression
 from i2cl.encoders import EmbeddingsConfig
@@ -162,13 +162,13 @@ def test_damaged_ensembles_are_refused(injection, tmp_path):
         (tmp_path / "new" / DESCRIPTION).write_text(text, encoding="utf-8")
         return Injection.from_pretrained(tmp_path / "new")
 
-    one_line("are not one per member, at least 0: fit it again", load_with, tfidf=-1.0)
-    one_line("unknown expert 'bert' in an ensemble: upgrade i2cl, or fit it again", load_with, bert=1.0)
+    raises("are not one per member, at least 0: fit it again", load_with, tfidf=-1.0)
+    raises("unknown expert 'bert' in an ensemble: upgrade i2cl, or fit it again", load_with, bert=1.0)
     assert load_with().head.expert_weights == injection.head.expert_weights
     tensors = load_file(tmp_path / "new" / TENSORS)
     tensors["tfidf_weights"] = tensors["tfidf_weights"][:2].contiguous()
     save_file(tensors, tmp_path / "new" / TENSORS)
-    one_line("tfidf weights .* do not fit 3 labels: fit it again", load_with)
+    raises("tfidf weights .* do not fit 3 labels: fit it again", load_with)
 
 
 def test_artefact_without_an_ensemble_keeps_its_temperature(tmp_path):
@@ -242,7 +242,7 @@ def test_fit_of_the_llm_alone_has_no_ensemble():
 def test_threshold_of_a_single_label_task_is_refused(threshold):
     (method,) = make_methods(["anchored"])
     message = "--threshold is for multi-label tasks, and this one has one label per text: omit it"
-    one_line(message, require_supported, TASKS[0], FitRequest(method, threshold=threshold))
+    raises(message, require_supported, TASKS[0], FitRequest(method, threshold=threshold))
 
 
 def test_missing_scores_of_text_experts_are_an_error(injection):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import ASKED, TASKS, decoder_of, hooks, one_line, random_injection
+from fitting import ASKED, TASKS, decoder_of, hooks, raises, random_injection
 from i2cl import ExtractConfig, Injection, InjectionPool, predict
 
 FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
@@ -14,7 +14,7 @@ KINDS += [("llama", dtype, 0.1) for dtype in (torch.bfloat16, torch.float16)]
 TEXTS = list(ASKED)
 
 
-def made(decoder, number, *, sublayers="both", **fields):
+def make_injection(decoder, number, *, sublayers="both", **fields):
     extraction = ExtractConfig(sublayers=sublayers)
     return random_injection(decoder, TASKS[number % 3], number, extraction=extraction, fields=fields)
 
@@ -26,7 +26,7 @@ def pool_of(decoder, injections):
 @pytest.mark.parametrize(("case", "dtype", "apart"), KINDS)
 def test_rows_match_their_own_injection(case, dtype, apart):
     decoder = decoder_of(case, dtype)
-    injections = [made(decoder, number) for number in range(5)]
+    injections = [make_injection(decoder, number) for number in range(5)]
     texts = TEXTS * 4
     names = [str(7 * row % 5) for row in range(len(texts))]
     outcome = pool_of(decoder, injections).log_probs(texts, names)
@@ -41,13 +41,13 @@ def test_mixed_kinds_of_injections_match_separate_scores():
     places = [{}, {"positions": "first"}, {"positions": "last"}]
     places += [{"positions": "random", "seed": seed} for seed in (5, 6)]
     kinds = [*places, {"sublayers": "hidden"}, {"scoring": "sequence"}]
-    injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
-    injections.append(replace(made(decoder, 7, scoring="sequence"), task=TASKS[0]))
+    injections = [make_injection(decoder, number, **fields) for number, fields in enumerate(kinds)]
+    injections.append(replace(make_injection(decoder, 7, scoring="sequence"), task=TASKS[0]))
     more = [{"bias": (0.0, 4.0)}, {"bias": (-3.0, 0.0), "scoring": "sequence"}]
     more += [{"temperature": 0.5}, {"temperature": 3.0, "bias": (0.75, -0.5)}]
     more += [{"temperature": 2.0, "scoring": "sequence"}]
-    injections += [made(decoder, 3 * number, **fields) for number, fields in enumerate(more)]
-    injections.append(made(decoder, 1, bias=(1.0, -1.0, 2.0)))
+    injections += [make_injection(decoder, 3 * number, **fields) for number, fields in enumerate(more)]
+    injections.append(make_injection(decoder, 1, bias=(1.0, -1.0, 2.0)))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
     outcome = pool_of(decoder, injections).log_probs(texts, names)
@@ -63,7 +63,7 @@ def test_mixed_kinds_of_injections_match_separate_scores():
 
 def test_predictions_are_label_words_of_each_task():
     decoder = decoder_of("llama")
-    injections = {task.name: made(decoder, number) for number, task in enumerate(TASKS)}
+    injections = {task.name: make_injection(decoder, number) for number, task in enumerate(TASKS)}
     names = ["films", "topics", "flags"] * 2
     pairs = zip(TEXTS, names, strict=True)
     expected = [injections[name].predict(decoder, [text])[0] for text, name in pairs]
@@ -74,42 +74,42 @@ def test_predictions_are_label_words_of_each_task():
 def test_injections_can_be_replaced_and_dropped():
     decoder = decoder_of("llama")
     pool = InjectionPool(decoder)
-    pool.load("a", made(decoder, 0))
-    pool.load("b", made(decoder, 1))
+    pool.load("a", make_injection(decoder, 0))
+    pool.load("b", make_injection(decoder, 1))
     assert (len(pool), list(pool), "a" in pool, "c" in pool) == (2, ["a", "b"], True, False)
     before = pool.log_probs(["warm"], ["a"])[0]
-    pool.load("a", made(decoder, 3))
+    pool.load("a", make_injection(decoder, 3))
     assert not torch.equal(pool.log_probs(["warm"], ["a"])[0], before)
     pool.drop("a")
     assert list(pool) == ["b"]
     for call in (lambda: pool.drop("a"), lambda: pool.predict(["x", "warm"], ["b", "a"])):
-        one_line("no injection 'a' is loaded", call)
+        raises("no injection 'a' is loaded", call)
 
 
 def test_loaded_task_stores_only_its_scaled_vector():
     decoder = decoder_of("llama")
-    (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
+    (loaded,) = pool_of(decoder, [make_injection(decoder, 0)])._loaded.values()
     assert loaded.edit.shift.nbytes == 4 * 2 * decoder.layers * decoder.d_model
     assert not any(isinstance(value, Injection) for value in vars(loaded).values())
 
 
 def test_bad_input():
     decoder = decoder_of("llama")
-    pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
-    one_line("2 texts, but 1 task ids", pool.log_probs, ["a", "b"], ["0"])
-    one_line("task_ids is the string '01': give a list", pool.log_probs, ["a", "b"], "01")
-    one_line("task_ids is the string '01': give a list", pool.predict, ["a", "b"], "01")
-    one_line("text 3 is empty", pool.log_probs, ["a", "b", " "], ["0", "0", "1"])
-    one_line("was made on", pool.load, "c", made(decoder_of("gpt2"), 0))
-    other = made(decoder, 0)
+    pool = pool_of(decoder, [make_injection(decoder, 0), make_injection(decoder, 1)])
+    raises("2 texts, but 1 task ids", pool.log_probs, ["a", "b"], ["0"])
+    raises("task_ids is the string '01': give a list", pool.log_probs, ["a", "b"], "01")
+    raises("task_ids is the string '01': give a list", pool.predict, ["a", "b"], "01")
+    raises("text 3 is empty", pool.log_probs, ["a", "b", " "], ["0", "0", "1"])
+    raises("was made on", pool.load, "c", make_injection(decoder_of("gpt2"), 0))
+    other = make_injection(decoder, 0)
     other = replace(other, base=replace(other.base, weights="other"))
-    one_line("force", pool.load, "c", other)
+    raises("force", pool.load, "c", other)
     pool.load("c", other, force=True)
 
 
 def test_tasks_can_be_loaded_and_dropped_while_batches_run():
     decoder = decoder_of("gpt2")
-    injections = [made(decoder, number) for number in range(3)]
+    injections = [make_injection(decoder, number) for number in range(3)]
     pool = pool_of(decoder, injections)
     names = ["0", "1", "2"] * 2
     wanted = pool.log_probs(TEXTS, names)
@@ -136,7 +136,7 @@ def test_tasks_can_be_loaded_and_dropped_while_batches_run():
 
 def test_two_threads_can_share_a_decoder():
     decoder = decoder_of("llama")
-    injections = [replace(made(decoder, number), task=TASKS[0]) for number in range(2)]
+    injections = [replace(make_injection(decoder, number), task=TASKS[0]) for number in range(2)]
     wanted = [injection.log_probs(decoder, TEXTS) for injection in injections]
 
     def close(number):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl import with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURE_BOUNDS
 from i2cl.models.scoring import label_log_probs
@@ -61,6 +61,6 @@ def test_metrics_are_kept_and_a_label_prior_resets_the_temperature(injection, de
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
 def test_a_temperature_that_is_none_is_refused(injection, bad):
-    one_line(
+    raises(
         r"^temperature .* is not a number from 0.001 to 1000: change it$", with_temperature, injection, bad
     )

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from fitting import decoder_of, injected, one_line
+from fitting import decoder_of, injected, raises
 from i2cl import CalibrationConfig, ExtractConfig, Injection, TransferConfig, calibrate
 from i2cl.injections.transfer import related, similarity, transfer
 from i2cl.tasks import Example, Task, Template
@@ -51,7 +51,7 @@ def test_similarity_is_the_cosine_of_all_coefficients():
     assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
     assert similarity(at_angle(10), at_angle(70)) == pytest.approx(0.5)
     pair = anchor([0.1, 1.0]), anchor([0.1, 1.0], sublayers="hidden")
-    one_line(r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both", similarity, *pair)
+    raises(r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both", similarity, *pair)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05, 100.0])
@@ -183,27 +183,27 @@ def test_anchors_of_another_model_are_refused(case, overrides, refused):
     """Other layers, another width, or only other weights."""
     wrong = anchor([0.1, 1.0], base=decoder_of(case, **overrides).base)
     message = r"anchor 2 \('moods'\) was fitted on '.*', not 'llama' \(.*\): fit it again on this model"
-    one_line(message, refused, [NEW, wrong])
-    one_line(message, related, NEW, [NEW, wrong])
+    raises(message, refused, [NEW, wrong])
+    raises(message, related, NEW, [NEW, wrong])
 
 
 @pytest.mark.parametrize("fields", [{"sublayers": "mha"}, {"sublayers": "hidden"}, {"positions": "last"}])
 def test_anchors_with_other_sublayers_or_positions_are_refused(fields, refused):
     message = r"anchor 1 \('moods'\) has \(sublayers, positions\) \('.*'\), "
     message += r"the new task \('both', 'all'\): fit both"
-    one_line(message, refused, [anchor([0.1, 1.0], **fields)])
-    one_line(message, related, NEW, [anchor([0.1, 1.0], **fields)])
+    raises(message, refused, [anchor([0.1, 1.0], **fields)])
+    raises(message, related, NEW, [anchor([0.1, 1.0], **fields)])
 
 
 @pytest.mark.parametrize("formula", ["add", "balance"])
 def test_formulas_other_than_linear_are_refused(formula, refused):
     config = CalibrationConfig(formula=formula)
-    one_line(f"formula='{formula}': use formula='linear'", refused, [NEW], calibration=config)
+    raises(f"formula='{formula}': use formula='linear'", refused, [NEW], calibration=config)
 
 
 def test_mismatched_first_injection_is_refused(refused):
-    one_line(r"first injection \('moods'\) has other labels", refused, [NEW], first=NEW)
+    raises(r"first injection \('moods'\) has other labels", refused, [NEW], first=NEW)
     mine = replace(NEW, task=TASK)
     last, other = replace(mine, positions="last"), replace(mine, base=decoder_of("gpt2").base)
-    one_line(r"positions='last', the calibration 'all': use the same for both", refused, [NEW], first=last)
-    one_line(r"first injection \('films'\) was fitted on 'gpt2'", refused, [NEW], first=other)
+    raises(r"positions='last', the calibration 'all': use the same for both", refused, [NEW], first=last)
+    raises(r"first injection \('films'\) was fitted on 'gpt2'", refused, [NEW], first=other)

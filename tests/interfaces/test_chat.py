@@ -34,8 +34,8 @@ def home(tmp_path_factory):
 def test_what_is_asked_is_what_the_chat_template_says(home):
     injection = Injection.from_pretrained(home / "out")
     decoder = Decoder.from_pretrained(str(home / "model"))
-    said = (("system", SAY), ("user", "fine"), ("assistant", "yes"))
-    turns = [{"role": role, "content": content} for role, content in said]
+    messages = (("system", SAY), ("user", "fine"), ("assistant", "yes"))
+    turns = [{"role": role, "content": content} for role, content in messages]
     tokenizer = decoder.tokenizer
     asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
     scorer = LabelScorer(decoder, injection.task)

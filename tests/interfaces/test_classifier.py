@@ -21,7 +21,7 @@ from sklearn.utils.estimator_checks import (
 )
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fitting import injected, left_as_found, one_line, weighted
+from fitting import injected, left_as_found, raises, weighted
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
 from i2cl.experiments.draw import FewRowsWarning
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
@@ -228,13 +228,13 @@ def test_report_is_none_without_texts_to_evaluate(tmp_path):
     report = refitted.report_
     assert (report["rows"], report["split"]) == (len(set(texts)), "demonstrations")
     assert refitted.injection_.temperature != 1
-    one_line("folds=1", quick(folds=1).fit, X, Y)
+    raises("folds=1", quick(folds=1).fit, X, Y)
     result = quick(evaluate=0).fit(X, Y)
     assert result.report_ is None
     result.save_pretrained(tmp_path / "out")
     assert I2CLClassifier.from_pretrained(tmp_path / "out").report_ is None
     assert quick(evaluate=7).fit(X, Y).report_["rows"] == 7
-    one_line("evaluate is -1", quick(evaluate=-1).fit, X, Y)
+    raises("evaluate is -1", quick(evaluate=-1).fit, X, Y)
     with pytest.raises(NotFittedError):
         _ = quick(evaluate=7).report_
 
@@ -305,15 +305,15 @@ def wrong(x=None, y=None, **parameters):
     ],
 )
 def test_invalid_argument_raises_one_line_error(arguments, named):
-    one_line(named, wrong, **arguments)
+    raises(named, wrong, **arguments)
 
 
 def test_tables_and_sparse_matrices_are_rejected():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     from sklearn.feature_extraction.text import CountVectorizer
 
-    one_line(r"frame\['text'\]", wrong, pandas.DataFrame({"text": X}))
-    one_line("X is a sparse matrix: pass the texts themselves", wrong, CountVectorizer().fit_transform(X))
+    raises(r"frame\['text'\]", wrong, pandas.DataFrame({"text": X}))
+    raises("X is a sparse matrix: pass the texts themselves", wrong, CountVectorizer().fit_transform(X))
 
 
 def test_failed_refit_keeps_the_previous_fit():
@@ -366,15 +366,15 @@ def test_class_equal_to_placeholder_is_rejected():
     result = quick(labels=words).fit(X, y)
     assert -1 in result.predict(QUERIES)
     message = r"^-1 is a class, but min_confidence uses it for 'no prediction': "
-    one_line(message, result.set_params(min_confidence=0.5).predict, QUERIES)
+    raises(message, result.set_params(min_confidence=0.5).predict, QUERIES)
 
 
 @pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
 def test_invalid_min_confidence_is_rejected_by_fit_and_predict(least):
     message = r"^min_confidence .* is not a probability: give a number above 0, up to 1$"
-    one_line(message, quick(min_confidence=least).fit, X, Y)
+    raises(message, quick(min_confidence=least).fit, X, Y)
     later = copy.copy(fitted()).set_params(min_confidence=least)
-    one_line("is not a probability", later.predict, QUERIES)
+    raises("is not a probability", later.predict, QUERIES)
 
 
 def test_model_is_left_as_found(decoder):

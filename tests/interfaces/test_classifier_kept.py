@@ -17,7 +17,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, Injection
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
 from i2cl.methods import make_injector
@@ -143,15 +143,15 @@ def test_changed_model_under_the_same_name_is_rejected(tmp_path):
     carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
     tiny_model("llama", seed=1).save_pretrained(tmp_path)
     named, given, plain = map(pickle.loads, carried)
-    one_line(r"made on .* \(weights", named.predict, QUERIES)
+    raises(r"made on .* \(weights", named.predict, QUERIES)
     for use in (lambda: given.predict(QUERIES), lambda: plain.fit(X, Y)):
-        one_line(r"has changed since the fit \(weights", use)
+        raises(r"has changed since the fit \(weights", use)
 
 
 def test_pickled_in_memory_model_must_be_passed_again():
     decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
     result = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
-    one_line(r"tiny-llama.*set_params\(model=...\)", result.predict, QUERIES)
+    raises(r"tiny-llama.*set_params\(model=...\)", result.predict, QUERIES)
     result.set_params(model=decoder)
     assert result.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
 

@@ -12,7 +12,7 @@ from sklearn.model_selection import cross_val_predict
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import make_pipeline
 
-from fitting import one_line
+from fitting import raises
 from i2cl import I2CLError
 from i2cl.interfaces.sklearn import I2CLClassifier
 from i2cl.interfaces.sklearn.inputs import label_words
@@ -72,7 +72,7 @@ def test_label_words(classes, labels, words):
     ],
 )
 def test_class_without_word_is_rejected_by_name(classes, labels, message):
-    one_line(message, label_words, np.array(classes), labels)
+    raises(message, label_words, np.array(classes), labels)
 
 
 def test_cross_val_predict_probabilities_of_string_classes():
@@ -155,7 +155,7 @@ def test_missing_class_is_reported_with_its_row(dtype):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     values = {"boolean": True, "Int64": 1}.get(dtype, "red")
     y = pandas.Series([values, values, pandas.NA] + [values] * (len(X) - 3), dtype=dtype)
-    one_line(r"^y has no class in row 3 \(missing value\): give each text one class$", one_step().fit, X, y)
+    raises(r"^y has no class in row 3 \(missing value\): give each text one class$", one_step().fit, X, y)
 
 
 @pytest.mark.parametrize("dtype", ["<U999999999", "O8,O8", "V8", "M8[D]"])

@@ -182,10 +182,10 @@ def test_evaluate_0_skips_evaluation_and_one_fold_is_rejected(call, refused, hom
     assert (record["evaluation"], record["metrics"]) == (None, {})
 
 
-def test_fit_continues_if_few_shot_exceeds_the_context(said, home, tmp_path):
+def test_fit_continues_if_few_shot_exceeds_the_context(stdout, home, tmp_path):
     tiny_folder(tmp_path / "short", max_position_embeddings=40)
     task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
-    out = said(*task, "--shots", "2", "--set", "epochs=1")
+    out = stdout(*task, "--shots", "2", "--set", "epochs=1")
     assert "not run" in next(line for line in out.splitlines() if line.startswith(" few_shot"))
     assert "few_shot was not run: one demonstration per class" in out
     assert "holds 40" in Injection.from_pretrained(tmp_path / "new").evaluation["not_run"]["few_shot"]
@@ -253,12 +253,12 @@ def test_text_experts_are_fitted_saved_and_used_by_predict(call, home, tmp_path,
     assert torch.equal(again.embeddings.weights, injection.head.embeddings.weights)
 
 
-def test_recipe_and_options_reach_the_calibration(call, said, home, tmp_path):
+def test_recipe_and_options_reach_the_calibration(call, stdout, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings
     assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "sublayer", 0.0)
     assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
-    said(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
+    stdout(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
     result, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
     assert (result.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
     assert max(result.history) < min(paper.history)
@@ -268,10 +268,10 @@ RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"}
 RECORD |= {"fit_seconds", "predict_seconds", "cached_values"}
 
 
-def test_eval_json_has_a_record_per_task_method_and_seed(said, home):
+def test_eval_json_has_a_record_per_task_method_and_seed(stdout, home):
     tasks = ["eval", home / "model", "synthetic, mood-letter-1", "--shots", "1", "--limit", "6"]
     methods = ["--method", "zero_shot, i2cl", "--seeds", "2", "--seed", "5", "--set", "epochs=1"]
-    records = json.loads(said(*tasks, *methods, "--workers", "1", "--json"))
+    records = json.loads(stdout(*tasks, *methods, "--workers", "1", "--json"))
     assert all(set(record) >= RECORD for record in records)
     cells = [(record["task"], record["method"], record["seed"]) for record in records]
     assert cells == [*product(("synthetic", "mood-letter-1"), ("zero_shot", "i2cl"), (5, 6))]
@@ -296,12 +296,12 @@ def test_eval_is_deterministic_in_several_processes(call, home, monkeypatch):
     assert measured(first) == measured(second)
 
 
-def test_eval_options_change_the_cost_and_print_a_table(call, said, home):
+def test_eval_options_change_the_cost_and_print_a_table(call, stdout, home):
     arguments = eval_arguments(home, "--method", "i2cl", "--recipe", "released", "--json")
     _, out, _ = call(*arguments, "--set", "epochs=1", "--set", "formula=add", "--limit", "4")
     (record,) = json.loads(out)
     assert (record["trainable_parameters"], record["n"], record["task"]) == (2 * 2, 4, "films")
-    out = said(*eval_arguments(home, "--method", "zero_shot,few_shot_uncached", "--seeds", "2"))
+    out = stdout(*eval_arguments(home, "--method", "zero_shot,few_shot_uncached", "--seeds", "2"))
     assert [name for name in ("few_shot_uncached", "±", *NAMES) if name not in out] == []
 
 

@@ -59,7 +59,7 @@ ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: other t
 
 
 @pytest.mark.usefixtures("few_golden_prompts")
-def test_examples_in_help_run(said, tmp_path, monkeypatch):
+def test_examples_in_help_run(stdout, tmp_path, monkeypatch):
     assert sorted(EXAMPLES) == sorted(map(" ".join, COMMANDS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("the gloomy baker rested\nthat merry pilot waved\n", encoding="utf-8")
@@ -69,21 +69,21 @@ def test_examples_in_help_run(said, tmp_path, monkeypatch):
         if name not in ELSEWHERE:
             program, *words = shlex.split(typed)
             assert program == "i2cl"
-            said(*words)
+            stdout(*words)
     assert (tmp_path / "labels.csv").is_file()
     assert (tmp_path / "results" / "report" / "report.md").is_file()
 
 
-def test_demo_fits_and_classifies_with_commands_that_can_be_repeated(said, monkeypatch, tmp_path):
+def test_demo_fits_and_classifies_with_commands_that_can_be_repeated(stdout, monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "find_spec", lambda _: None)  # SmolLM2 is not installed
     monkeypatch.chdir(tmp_path)
-    out = said("demo", "--evaluate", "8")
+    out = stdout("demo", "--evaluate", "8")
     assert not list(tmp_path.iterdir())
     fit, write, predict = (line for line in out.splitlines() if line.startswith("$ "))
     assert all(part in out for part in ("bundled model", "Verdict: "))
-    said(*shlex.split(fit)[2:])
+    stdout(*shlex.split(fit)[2:])
     (tmp_path / "new.txt").write_text("\n".join(shlex.split(write)[3:6]), encoding="utf-8")
-    assert said(*shlex.split(predict)[2:]) in out
+    assert stdout(*shlex.split(predict)[2:]) in out
 
 
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
@@ -99,8 +99,8 @@ def test_json_has_null_for_nonfinite_numbers(capsys):
     assert json.loads(capsys.readouterr().out) == {"worst": None, "rows": [[None, 1.5, "inf"]]}
 
 
-def test_no_command_lists_all_commands(call, said):
-    out = said()
+def test_no_command_lists_all_commands(call, stdout):
+    out = stdout()
     assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
     assert call("--version") == (0, __version__ + "\n", "")
 
@@ -154,8 +154,8 @@ def test_time_left_is_estimated_after_the_first_step(monkeypatch):
     assert not shown.getvalue()
 
 
-def test_ls_lists_tasks_architectures_and_methods(said):
-    tasks, rows, methods = (json.loads(said("ls", kind, "--json")) for kind in LISTS)
+def test_ls_lists_tasks_architectures_and_methods(stdout):
+    tasks, rows, methods = (json.loads(stdout("ls", kind, "--json")) for kind in LISTS)
     tasks, methods = ({record["name"]: record for record in one} for one in (tasks, methods))
     assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
     assert tasks["sst2"]["labels"] == ["negative", "positive"]
@@ -245,27 +245,27 @@ def entries(tmp_path, monkeypatch):
     return folder
 
 
-def test_cache_lists_file_dtype_and_size(said, entries):
-    out = said("cache")
+def test_cache_lists_file_dtype_and_size(stdout, entries):
+    out = stdout("cache")
     assert out.count("film.gguf") == 2
     assert "bfloat16" in out
     assert f"2 converted models in {entries}." in out
-    record = json.loads(said("cache", "--json"))
+    record = json.loads(stdout("cache", "--json"))
     assert record["folder"] == str(entries)
     assert [model["dtype"] for model in record["models"]] == ["bfloat16", "float32"]
     assert all(2_000_000 < model["bytes"] < 2_001_000 for model in record["models"])
 
 
-def test_clear_deletes_entries_and_leaves_other_files(said, entries):
-    assert said("cache", "--clear") == f"Deleted 2 converted models from {entries}.\n"
+def test_clear_deletes_entries_and_leaves_other_files(stdout, entries):
+    assert stdout("cache", "--clear") == f"Deleted 2 converted models from {entries}.\n"
     assert [path.name for path in entries.iterdir()] == ["own.gguf"]
-    assert said("cache") == f"0 converted models in {entries}.\n"
+    assert stdout("cache") == f"0 converted models in {entries}.\n"
 
 
-def test_missing_folder_is_an_empty_cache(said, tmp_path, monkeypatch):
+def test_missing_folder_is_an_empty_cache(stdout, tmp_path, monkeypatch):
     monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "none"))
-    assert json.loads(said("cache", "--json"))["models"] == []
-    assert json.loads(said("cache", "--clear", "--json"))["deleted"] == 0
+    assert json.loads(stdout("cache", "--json"))["models"] == []
+    assert json.loads(stdout("cache", "--clear", "--json"))["deleted"] == 0
 
 
 def test_cache_entry_is_not_created_on_a_nearly_full_disk(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(call, home, tmp_path, comman
         code, out, err = call(*arguments(command, home, tmp_path / "new"))
     assert (code, out) == (2, "")
     *before_it, line = err.splitlines()
-    assert all("`i2cl verify` of a GGUF file" in said for said in before_it)  # which needs a package more
+    assert all("`i2cl verify` of a GGUF file" in note for note in before_it)  # which needs a package more
     assert line.startswith("error: cannot write ")
     assert str(tmp_path / "new") in line
     assert os.strerror(errno.EFBIG) in line or "is the disk full?" in line

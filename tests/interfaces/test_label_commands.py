@@ -26,8 +26,8 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_label_fit_suggest_again_and_review(folder, said, refused):
-    out = said(*NEW, "-o", "first.csv")
+def test_label_fit_suggest_again_and_review(folder, stdout, refused):
+    out = stdout(*NEW, "-o", "first.csv")
     assert out.splitlines() == [
         "Saved first.csv: 4 texts to label, chosen from 24.",
         "Next: fill in the column label, then i2cl fit reference first.csv --labels blue,red -o TASK",
@@ -41,14 +41,14 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
         row["label"] = "red" if "glad" in row["text"] else "blue"
     labels = [*rows, {"text": "a sad day", "label": "blue"}, {"text": "a glad day", "label": "red"}]
     jsonl(folder / "labelled.jsonl", [{key: row[key] for key in ("text", "label")} for row in labels])
-    said("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0)
+    stdout("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0)
     again = ("suggest", "mood", "texts.txt", "--labelled", "labelled.jsonl", "-n", 3)
-    out = said(*again, "-o", "second.csv")
+    out = stdout(*again, "-o", "second.csv")
     assert out.startswith("Saved second.csv: 3 texts to label after 6 labelled rows, chosen from 20.\n")
     second = table(folder / "second.csv")
     assert [row["label"] for row in second] == [row["label"] for row in labels] + [""] * 3
     assert not {row["text"] for row in second[6:]} & {row["text"] for row in labels}
-    chosen = json.loads(said(*again, "-o", "third.csv", "--json"))["suggestions"]
+    chosen = json.loads(stdout(*again, "-o", "third.csv", "--json"))["suggestions"]
     assert [one["text"] for one in chosen] == [row["text"] for row in second[6:]]
     assert (folder / "second.csv").read_bytes() == (folder / "third.csv").read_bytes()
     every = jsonl(folder / "every.jsonl", [{"text": text, "label": "red"} for text in TEXTS])
@@ -56,40 +56,40 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     assert "every text of texts.txt is labelled" in out
 
 
-def test_review_announces_its_time(folder, call, said, monkeypatch):
+def test_review_announces_its_time(folder, call, stdout, monkeypatch):
     monkeypatch.setattr(console, "SHORT_S", 0.0)
     rows = [{"text": text, "label": "red" if "glad" in text else "blue"} for text in TEXTS]
     jsonl(folder / "labelled.jsonl", rows)
-    said("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0, "--set", "steps=1")
+    stdout("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0, "--set", "steps=1")
     code, _, err = call("review", "mood", "labelled.jsonl", "--folds", 2)
     assert code == 0
     assert re.fullmatch(r"expected time: about \d+ s\n", err)
 
 
-def test_labels_without_a_text_are_named(folder, said, refused):
+def test_labels_without_a_text_are_named(folder, stdout, refused):
     rows = [{"text": "a sad day", "label": "blue"}, {"text": "a glad day", "label": "red"}]
     jsonl(folder / "few.jsonl", rows)
     words = ("suggest", "reference", "texts.txt", "--labels", "blue,red,green,grey", "-n", 4)
-    assert "No text has" not in said(*words, "-o", "first.csv")
+    assert "No text has" not in stdout(*words, "-o", "first.csv")
     words = (*words, "--labelled", "few.jsonl")
     line = "No text has the label 'green' or 'grey' yet: label one, or fit without it."
-    assert line in said(*words, "-o", "second.csv").splitlines()
-    assert json.loads(said(*words, "-o", "third.csv", "--json"))["labels_without_text"] == ["green", "grey"]
+    assert line in stdout(*words, "-o", "second.csv").splitlines()
+    assert json.loads(stdout(*words, "-o", "third.csv", "--json"))["labels_without_text"] == ["green", "grey"]
     fit = ("fit", "reference", "few.jsonl", "--labels", "blue,red,green,grey", "-o", "mood")
     assert "no text has the label 'green' or 'grey': add texts with them" in refused(*fit)
     assert not (folder / "mood").exists()
 
 
-def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused, monkeypatch):
+def test_review_lists_the_flipped_row_and_changes_none(folder, stdout, refused, monkeypatch):
     rows = [("red" if "glad" in text else "blue", text) for text in TEXTS]
     rows[3] = ("red", rows[3][1])
     content = "label,text\n" + "".join(f"{label},{text}\n" for label, text in rows)
     (folder / "labelled.csv").write_text(content, encoding="utf-8")
-    said("fit", "reference", "labelled.csv", "-o", "mood", "--evaluate", 0)
-    out = said("review", "mood", "labelled.csv", "--folds", 2)
+    stdout("fit", "reference", "labelled.csv", "-o", "mood", "--evaluate", 0)
+    out = stdout("review", "mood", "labelled.csv", "--folds", 2)
     assert out.startswith("1 of 24 labels may be wrong, worst first:\n")
     assert "row 5  red    blue" in out
-    result = json.loads(said("review", "mood", "labelled.csv", "--folds", 2, "--json"))
+    result = json.loads(stdout("review", "mood", "labelled.csv", "--folds", 2, "--json"))
     assert result["rows"] == 24
     assert [(one["row"], one["where"], one["suggested"]) for one in result["issues"]] == [
         (3, "row 5", "blue")

@@ -156,8 +156,8 @@ def test_exported_classifier_answers_with_a_sigmoid(fitted, tmp_path):
         assert [scores[label] for label in LABELS] == pytest.approx(row.tolist(), abs=1e-4)
 
 
-def test_export_says_that_it_holds_the_llm_alone(said, fitted, tmp_path):
-    out = said("export", fitted, tmp_path / "out", "--no-golden")
+def test_export_says_that_it_holds_the_llm_alone(stdout, fitted, tmp_path):
+    out = stdout("export", fitted, tmp_path / "out", "--no-golden")
     scores = Injection.from_pretrained(fitted).evaluation["methods"]
     micro_f1 = [f"{scores[name]['micro_f1']:.3f}" for name in ("anchored", "ensemble")]
     assert f"the LLM alone, without tfidf: micro-F1 {' instead of '.join(micro_f1)} on " in out

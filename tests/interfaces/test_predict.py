@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from commands import jsonl, listed, run
-from fitting import one_line
+from fitting import raises
 from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction import (
     Table,
@@ -483,10 +483,10 @@ def test_input_is_refused_as_output(tmp_path, monkeypatch):
     (tmp_path / "hard").hardlink_to(texts)
     monkeypatch.chdir(tmp_path)
     for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
-        one_line(r"is also an input: choose another output", require_not_input, output, str(texts))
+        raises(r"is also an input: choose another output", require_not_input, output, str(texts))
     with texts.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        one_line("is also an input", require_not_input, Path("link"), "-")
+        raises("is also an input", require_not_input, Path("link"), "-")
         require_not_input(other, "-")
     for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
         require_not_input(output, source)
@@ -578,7 +578,7 @@ def test_format_follows_the_suffix_unless_named(tmp_path, name, named, as_json, 
     ],
 )
 def test_contradictory_formats_are_refused(tmp_path, name, named, as_json, message):
-    one_line(message, output_format, name and tmp_path / name, named, as_json=as_json)
+    raises(message, output_format, name and tmp_path / name, named, as_json=as_json)
 
 
 def test_converted_file_is_complete_or_absent(tmp_path):

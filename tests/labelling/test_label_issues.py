@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Example, review
 from i2cl.labelling.label_issues import (
     find_label_issues,
@@ -82,4 +82,4 @@ def test_a_label_with_many_copies_of_one_text_is_reviewed(decoder, task):
 def test_one_label_is_refused(decoder, task):
     rows = [row for row in task.train if row.label == 0] + [Example("alone", 1)]
     message = "fewer than two labels have two texts or more: label more texts"
-    one_line(message, review, decoder, task, rows)
+    raises(message, review, decoder, task, rows)

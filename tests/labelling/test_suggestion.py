@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Suggestion, anchor, suggest
 from i2cl.labelling.suggestion import (
     choose_typical,
@@ -102,4 +102,4 @@ def test_vectors_of_hidden_states_do_not_depend_on_the_other_texts(decoder, task
 
 def test_too_few_texts_are_refused(decoder, task):
     message = "cannot suggest 3 of 2 distinct texts without a label: give more texts, or ask for fewer"
-    one_line(message, suggest, decoder, task, ["a", "A", "b", "c"], 3, labelled=["c"])
+    raises(message, suggest, decoder, task, ["a", "A", "b", "c"], 3, labelled=["c"])

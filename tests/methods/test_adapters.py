@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import normalizers
 
-from fitting import FAMILIES, SHOWN, TEXTS, WORDS, first_tokens, fit, ids, made, one_line
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, first_tokens, fit, ids, new_decoder, raises
 from i2cl import Decoder, Example, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
@@ -35,7 +35,7 @@ MANY_WORDS = ("a film", "a mess", "so-so")
     ],
 )
 def test_adapters_learn_and_are_detached(name, model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     before = fit("zero_shot", decoder, films, demonstrations).log_probs(TEXTS)
     texts = [text for text, _ in SHOWN]
     gold = torch.tensor([label for _, label in SHOWN])
@@ -64,7 +64,7 @@ def test_adapters_learn_and_are_detached(name, model_type, films, demonstrations
 )
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monkeypatch):
-    decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
+    decoder, task = new_decoder("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
     texts, gold = zip(*SHOWN, strict=True)
 
     def loss(predictor):
@@ -94,12 +94,12 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
 def test_word_weights_require_word_level_scoring_and_label_loss(films, demonstrations):
     for options in ({}, {"loss": "labels"}):
         error = "word_weights requires scoring=words and loss=labels"
-        one_line(error, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
+        raises(error, fit, "lora", new_decoder("llama"), films, demonstrations, word_weights=True, **options)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_cost_counts_the_trained_parameters_of_adapters(name, films, demonstrations):
-    cost = fit(name, made("llama"), films, demonstrations, epochs=1).cost
+    cost = fit(name, new_decoder("llama"), films, demonstrations, epochs=1).cost
     assert cost.trained == cost.cached_values == cost.cached_bytes / 4 == PARAMETERS[name]
 
 
@@ -123,7 +123,7 @@ def test_adapted_decoder_keeps_the_settings_of_its_base():
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
 def test_virtual_tokens_can_start_from_a_text(name, model_type, films, demonstrations):
-    decoder, text, count = made(model_type), "funny and kind", 5
+    decoder, text, count = new_decoder(model_type), "funny and kind", 5
     shown = (ids(decoder, text) * count)[:count]
     assert len(set(shown)) > 1
     options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
@@ -137,11 +137,11 @@ def test_virtual_tokens_can_start_from_a_text(name, model_type, films, demonstra
 @pytest.mark.parametrize("model_type", PATHS)
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
 def test_virtual_tokens_work_or_are_refused_on_every_model_type(name, model_type, films, demonstrations):
-    decoder, options = made(model_type), {"epochs": 1, "virtual_tokens": 3}
+    decoder, options = new_decoder(model_type), {"epochs": 1, "virtual_tokens": 3}
     if name == "prefix_tuning" and model_type in {"deepseek_v3", "modernbert-decoder"}:
         error = f"prefix_tuning does not support '{model_type}', whose layers"
         for start in ({}, {"start_text": "kind"}):
-            one_line(error, fit, name, decoder, films, demonstrations, **options, **start)
+            raises(error, fit, name, decoder, films, demonstrations, **options, **start)
         return
     assert fit(name, decoder, films, demonstrations, **options).log_probs(TEXTS).isfinite().all()
 
@@ -156,23 +156,23 @@ def test_virtual_tokens_work_or_are_refused_on_every_model_type(name, model_type
 )
 def test_invalid_virtual_tokens_are_refused(name, options, message, films, demonstrations):
     decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
-    one_line(message, fit, name, decoder, films, demonstrations, **options)
+    raises(message, fit, name, decoder, films, demonstrations, **options)
 
 
 def test_start_text_without_tokens_or_beyond_the_window_is_refused(films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
     error = "start_text ' ' has no tokens: give a longer text"
-    one_line(error, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
-    decoder, options = made("mistral-sliding"), {"start_text": "a", "virtual_tokens": 40}
+    raises(error, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
+    decoder, options = new_decoder("mistral-sliding"), {"start_text": "a", "virtual_tokens": 40}
     error = f"virtual_tokens is 40, but some layers attend to only {WINDOW} tokens"
-    one_line(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
+    raises(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_hooks_checkpointing_and_random_state_are_restored(name, films, demonstrations):
     """With gradient checkpointing, PEFT would register a hook on the embedding at every call."""
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     decoder.model.gradient_checkpointing_enable()
     embedding = decoder.model.get_input_embeddings()
     hooks = dict(embedding._forward_hooks)
@@ -188,7 +188,7 @@ def test_hooks_checkpointing_and_random_state_are_restored(name, films, demonstr
 
 @pytest.mark.parametrize("name", ["lora", "ia3"])
 def test_failed_attachment_restores_all_modules(name, films, demonstrations, monkeypatch):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     modules = dict(decoder.model.named_modules())
     layer = {"lora": LoraLayer, "ia3": IA3Layer}[name]
     update, calls = layer.update_layer, []
@@ -208,24 +208,24 @@ def test_failed_attachment_restores_all_modules(name, films, demonstrations, mon
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
     error = r"PEFT does not support this 'llama': Target module Sequential.*; use an"
-    one_line(error, fit, name, decoder, films, demonstrations, epochs=1)
+    raises(error, fit, name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
 
 
 def test_sublayers_are_those_of_the_base_model_while_an_adapter_is_attached(films, demonstrations):
     """Also if they are first read while an adapter is attached."""
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     bare = [module for pair in decoder.architecture.sublayers(decoder.model) for module in pair]
     (lora,) = make_methods(["lora"], {"epochs": 0})
     with adapted(decoder, lora.config(decoder)):
         late = [module for pair in decoder.sublayers for module in pair]
         assert len(decoder.blocks) == decoder.layers
     assert late == bare
-    assert decoder.base == made("llama").base
+    assert decoder.base == new_decoder("llama").base
 
 
 def test_identity_waits_until_an_adapter_is_detached():
-    decoder, seen = made("llama"), []
+    decoder, seen = new_decoder("llama"), []
     (lora,) = make_methods(["lora"], {"epochs": 0})
     with adapted(decoder, lora.config(decoder)):
         reader = threading.Thread(target=lambda: seen.append(decoder.base))
@@ -233,7 +233,7 @@ def test_identity_waits_until_an_adapter_is_detached():
         reader.join(timeout=0.2)
         assert seen == []
     reader.join()
-    assert seen == [made("llama").base]
+    assert seen == [new_decoder("llama").base]
 
 
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitting import SHOWN, TEXTS, fit, made, one_line
+from fitting import SHOWN, TEXTS, fit, new_decoder, raises
 from i2cl import Example, Template, make_methods
 
 NAMES = (
@@ -29,7 +29,7 @@ NAMES = (
     ],
 )
 def test_invalid_demonstrations_are_named(name, wrong, message, films, demonstrations):
-    one_line(message, fit, name, made("llama"), films, [*demonstrations, wrong])
+    raises(message, fit, name, new_decoder("llama"), films, [*demonstrations, wrong])
 
 
 ALL = [Example(text, label) for text, label in SHOWN]
@@ -56,26 +56,26 @@ CACHE = "label_anchor does not support {!r}, which caches more"
     ],
 )
 def test_unsuitable_models_and_demonstrations_are_refused(name, case, shown, message, films):
-    one_line(message, fit, name, made(case), films, shown)
+    raises(message, fit, name, new_decoder(case), films, shown)
 
 
 def test_i2cl_over_icl_requires_all_positions(films, demonstrations):
     expected, options = "injects at every token: leave out positions=last", {"positions": "last", "epochs": 1}
-    one_line(expected, fit, "i2cl_over_icl", made("llama"), films, demonstrations, **options)
+    raises(expected, fit, "i2cl_over_icl", new_decoder("llama"), films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
 def test_empty_list_gives_no_scores_and_a_string_is_refused(name, films, demonstrations):
-    predictor = fit(name, made("llama"), films, demonstrations)
+    predictor = fit(name, new_decoder("llama"), films, demonstrations)
     assert predictor.log_probs([]).shape == (0, 2)
-    one_line("texts is one string: give a list of texts", predictor.log_probs, "great")
+    raises("texts is one string: give a list of texts", predictor.log_probs, "great")
 
 
 @pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
 def test_prompts_without_a_common_prefix_are_not_cached(name, films):
     bare = replace(films, template=Template("{text} {label}"))
-    assert fit(name, made("llama"), bare, []).log_probs(TEXTS).isfinite().all()
+    assert fit(name, new_decoder("llama"), bare, []).log_probs(TEXTS).isfinite().all()
 
 
 def test_methods_given_as_one_string_are_refused():
-    one_line(r"names is the string 'few_shot': give a list, such as \['few_shot'\]", make_methods, "few_shot")
+    raises(r"names is the string 'few_shot': give a list, such as \['few_shot'\]", make_methods, "few_shot")

@@ -13,7 +13,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 import fitting
-from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made, one_line, shown_string
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, new_decoder, raises, shown_string
 from i2cl import AnchoredConfig, Decoder, anchor
 from i2cl.methods import knn_prompting
 from i2cl.methods.icv import COARSE_STRENGTHS, FINE_STRENGTHS, AddPreservingNorm, directions
@@ -32,7 +32,7 @@ def test_label_anchor_matches_masked_attention(model_type, films, demonstrations
     Masks differ between model families, so the expected scores are computed without one: each layer's keys
     and values come from the plain run, and the query runs token by token after them.
     """
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("label_anchor", decoder, films, demonstrations)
     places = anchor_indices(decoder, films, predictor.shown, len(predictor.prefix.ids))
     assert predictor.prefix.remaining == places
@@ -73,23 +73,23 @@ def masked_scores(decoder, task, kept, length, text):
 
 @pytest.mark.parametrize("case", ["bloom", "mpt", "falcon-alibi"])
 def test_label_anchor_refuses_alibi(case, films, demonstrations):
-    one_line("which has ALiBi: use few_shot", fit, "label_anchor", made(case), films, demonstrations)
+    raises("which has ALiBi: use few_shot", fit, "label_anchor", new_decoder(case), films, demonstrations)
 
 
 def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
-    unlimited = fit("label_anchor", made("mistral"), films, demonstrations)
+    unlimited = fit("label_anchor", new_decoder("mistral"), films, demonstrations)
     tokens = len(ids(unlimited.scorer.decoder, shown_string(films) + films.template.query(TEXTS[0])))
     enough, short = (
-        fit("label_anchor", made("mistral", sliding_window=size), films, demonstrations)
+        fit("label_anchor", new_decoder("mistral", sliding_window=size), films, demonstrations)
         for size in (tokens, tokens - 1)
     )
     torch.testing.assert_close(enough.log_probs(TEXTS[:1]), unlimited.log_probs(TEXTS[:1]), **CLOSE)
-    one_line(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.log_probs, TEXTS[:1])
+    raises(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.log_probs, TEXTS[:1])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_task_vector_replaces_one_state(model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("task_vector", decoder, films, demonstrations, seed=3)
     layer, state = predictor.edit.layer, predictor.edit.state
     dummy = films.held_out(33, demonstrations, 3)[0]
@@ -107,7 +107,7 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
 
 
 def test_task_vector_chooses_the_most_accurate_layer(films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     chosen = fit("task_vector", decoder, films, demonstrations)
     dummy, *held_out = films.held_out(33, demonstrations, 0)
     states = block_outputs(decoder, shown_string(films) + films.template.query(dummy.text))
@@ -122,7 +122,7 @@ def test_task_vector_chooses_the_most_accurate_layer(films, demonstrations):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_icv_rotates_states_and_preserves_their_norm(model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("icv", decoder, films, demonstrations, strength=0.3)
     result = directions(decoder, films, demonstrations)
     states = [[last_states(decoder, one) for one in (WORDS[label], text)] for text, label in SHOWN]
@@ -180,21 +180,21 @@ def test_icv_adds_no_token_if_the_tokenizer_adds_one(films, demonstrations):
     tokenizer, special = tiny_tokenizer(), [("<|endoftext|>", 0)]
     fronting = processors.TemplateProcessing("<|endoftext|> $A", None, special)
     tokenizer.backend_tokenizer.post_processor = fronting
-    bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
+    bare, fronted = new_decoder("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
     assert fronted.encoder.leading_ids == (0,)
     both = [directions(one, films, demonstrations) for one in (fronted, bare)]
     torch.testing.assert_close(*both)
 
 
 def test_icv_strength_is_searched_on_held_out_rows(films, demonstrations):
-    searched = fit("icv", made("llama"), films, demonstrations)
+    searched = fit("icv", new_decoder("llama"), films, demonstrations)
     assert searched.edit.strength in COARSE_STRENGTHS + FINE_STRENGTHS
     assert searched.cost.held_out == 32
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_knn_prompting_votes_of_the_nearest_anchors(model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("knn_prompting", decoder, films, demonstrations, neighbours=1, anchors=6)
     kept = films.held_out(6, demonstrations, 0)
 
@@ -213,7 +213,7 @@ def test_knn_prompting_votes_of_the_nearest_anchors(model_type, films, demonstra
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot", "i2cl"])
 def test_calibrations_divide_by_mean_probabilities(below, films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     options = {"epochs": 1} if below == "i2cl" else {}
     plain = fit(below, decoder, films, demonstrations, **options)
     probable = plain.log_probs(TEXTS).softmax(-1)
@@ -227,7 +227,7 @@ def test_calibrations_divide_by_mean_probabilities(below, films, demonstrations)
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
 def test_label_prior_uses_unlabelled_texts_and_classifies_single_texts(below, films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     plain = fit(below, decoder, films, demonstrations)
     result = fit(f"{below}+label_prior", decoder, films, demonstrations)
     texts = films.unlabelled(64, demonstrations, 0)
@@ -243,13 +243,13 @@ def test_label_prior_uses_unlabelled_texts_and_classifies_single_texts(below, fi
 
 def test_label_prior_refuses_too_few_texts(films, demonstrations):
     few = replace(films, train=films.train[:20])
-    given = "zero_shot+label_prior", made("llama"), few, demonstrations
-    one_line(r"needs 32 training texts .* has 20: add some", fit, *given)
+    given = "zero_shot+label_prior", new_decoder("llama"), few, demonstrations
+    raises(r"needs 32 training texts .* has 20: add some", fit, *given)
     assert fit(*given, unlabelled=8).cost.unlabelled == 8
 
 
 def test_anchored_method_injects_the_fitted_vector(films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     result = fit("anchored", decoder, films, demonstrations, steps=2, prior_std=3)
     expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, prior_std=3.0))
     actual = result.log_probs(TEXTS).log_softmax(-1)
@@ -277,7 +277,7 @@ def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstratio
     regression = linear_model.LogisticRegression(C=10, max_iter=10_000)
     regression.fit([row(text) for text, _ in SHOWN], [label for _, label in SHOWN])
     expected = regression.predict_log_proba([row(text) for text in texts])
-    result = fit("tfidf", made("llama"), films, demonstrations)
+    result = fit("tfidf", new_decoder("llama"), films, demonstrations)
     torch.testing.assert_close(
         result.log_probs(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3
     )
@@ -287,7 +287,7 @@ def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstratio
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
     predictor = fit("zero_shot+batch_calibration", decoder, films, demonstrations)
-    one_line("cannot classify a single text", predictor.log_probs, ["dull"])
+    raises("cannot classify a single text", predictor.log_probs, ["dull"])
     assert predictor.log_probs(["dull", "warm"]).shape == (2, 2)
 
 
@@ -307,7 +307,7 @@ def test_icv_computes_in_float32(dtype):
 
 
 def test_knn_prompting_processes_texts_in_chunks(films, demonstrations, monkeypatch):
-    predictor, seen = fit("knn_prompting", made("llama"), films, demonstrations), []
+    predictor, seen = fit("knn_prompting", new_decoder("llama"), films, demonstrations), []
     whole = predictor.log_probs(TEXTS)
     monkeypatch.setattr(knn_prompting, "CHUNK_SIZE", 2)
     assert torch.equal(predictor.log_probs(TEXTS, seen.append), whole)

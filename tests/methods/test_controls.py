@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
+from fitting import (
+    FAMILIES,
+    SHOWN,
+    TEXTS,
+    first_tokens,
+    fit,
+    injecting,
+    new_decoder,
+    plain_logits,
+    shown_string,
+)
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
 from i2cl.methods.i2cl_variants import CorruptionConfig, corrupt
 
@@ -14,7 +24,7 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
 def test_unseen_variant_injects_the_vector_of_other_demonstrations(films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
     unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
     assert torch.equal(seen.injection.coefficients, unseen.injection.coefficients)
@@ -24,7 +34,7 @@ def test_unseen_variant_injects_the_vector_of_other_demonstrations(films, demons
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
     prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
     with (
@@ -39,9 +49,9 @@ def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrat
 def test_i2cl_over_icl_calibration_can_cache_demonstrations(model_type, films, demonstrations, monkeypatch):
     """Caching the demonstrations once per step gives the same coefficients."""
     options = {"epochs": 2, "noise": 0.0}
-    shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    shared = fit("i2cl_over_icl", new_decoder(model_type), films, demonstrations, **options)
     monkeypatch.setattr("i2cl.core.calibration.common_prefix", lambda _queries: ())
-    whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    whole = fit("i2cl_over_icl", new_decoder(model_type), films, demonstrations, **options)
     assert not torch.equal(whole.injection.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
     torch.testing.assert_close(
         shared.injection.coefficients, whole.injection.coefficients, atol=1e-4, rtol=1e-4
@@ -64,7 +74,7 @@ def corrupted_inputs(corruption, task, demonstrations, seed):
 @pytest.mark.parametrize("stage", ["vectorization", "calibration"])
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):
-    decoder, config = made("llama"), CalibrationConfig(epochs=2)
+    decoder, config = new_decoder("llama"), CalibrationConfig(epochs=2)
     films = replace(films, template=Template(films.template.format, separator="\n\n"))
     options = {"epochs": 2, "corruption": corruption, "stage": stage}
     predictor = fit("i2cl_corrupted", decoder, films, demonstrations, 3, **options)

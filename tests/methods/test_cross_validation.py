@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import decoder_of, fit, one_line
+from fitting import decoder_of, fit, raises
 from i2cl import Example, Task, Template, make_methods
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.cross_validation import (
@@ -108,13 +108,13 @@ def test_duplicates_share_a_fold_and_the_seed_shuffles_texts():
 def test_labels_with_a_single_text_are_refused(shown, named):
     why = cross_validation_error(of(2), shown)
     assert why == f"a refit would not know the label {named}: give two texts per label"
-    one_line("give two texts per label", fold_rows, of(2), shown)
+    raises("give two texts per label", fold_rows, of(2), shown)
     assert cross_validation_error(of(2), rows(0, 0, 1, 1)) == ""
 
 
 @pytest.mark.parametrize("folds", [-1, 0, 1])
 def test_fewer_than_two_folds_are_refused(folds):
-    one_line(f"folds={folds}: give 2 or more", require_folds, folds)
+    raises(f"folds={folds}: give 2 or more", require_folds, folds)
 
 
 def test_scores_come_from_the_refit_without_the_text(decoder, task):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from fitting import SHOWN, TEXTS, fit, injected, made, one_line, random_injection
+from fitting import SHOWN, TEXTS, fit, injected, new_decoder, raises, random_injection
 from i2cl import CalibrationConfig, Decoder, Example, encoders, load_task
 from i2cl.encoders import local_encoder
 from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitRequest, evaluate_fit, plan_evaluation
@@ -138,7 +138,9 @@ def test_sentence_embeddings_match_logistic_regression_on_mean_states(task, demo
     from sklearn.linear_model import LogisticRegression
 
     seen = []
-    result = fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=encoder, embeddings_c=3)
+    result = fit(
+        "sentence_embeddings", new_decoder("llama"), task, demonstrations, encoder=encoder, embeddings_c=3
+    )
     head = LogisticRegression(C=3, max_iter=10_000)
     head.fit(vectors(encoder, [text for text, _ in SHOWN]), [label for _, label in SHOWN])
     expected = torch.from_numpy(head.predict_log_proba(vectors(encoder, TEXTS))).float()
@@ -152,20 +154,20 @@ def test_sentence_embeddings_match_logistic_regression_on_mean_states(task, demo
 def test_encoders_handle_missing_labels_and_refuse_bad_demonstrations(name, task, encoder, demonstrations):
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
-    scores = fit(name, made("llama"), three, shown, encoder=encoder).log_probs(TEXTS)
+    scores = fit(name, new_decoder("llama"), three, shown, encoder=encoder).log_probs(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     assert scores[:, [0, 2]].isfinite().all()
-    assert fit(name, made("llama"), three, shown, encoder=encoder).log_probs([]).shape == (0, 3)
-    decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
-    one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
-    one_line("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
-    one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
+    assert fit(name, new_decoder("llama"), three, shown, encoder=encoder).log_probs([]).shape == (0, 3)
+    decoder, error = new_decoder("llama"), f"{name} needs demonstrations of at least two classes"
+    raises(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
+    raises("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
+    raises("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
 
 @needs_encoders
 @without_setfit
 def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
-    given = made("llama"), task, task.sample(5)
+    given = new_decoder("llama"), task, task.sample(5)
     plain = fit("sentence_embeddings", *given, encoder=encoder)
     before = plain.log_probs(TEXTS)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
@@ -202,7 +204,7 @@ def test_unusable_encoders_are_refused(name, message, task, demonstrations, enco
     model = AutoModel.from_pretrained(encoder)
     model.config.save_pretrained("pickled")
     torch.save(model.state_dict(), "pickled/pytorch_model.bin")
-    one_line(message, fit, "sentence_embeddings", made("llama"), task, demonstrations, encoder=name)
+    raises(message, fit, "sentence_embeddings", new_decoder("llama"), task, demonstrations, encoder=name)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_unusable_encoders_are_refused(name, message, task, demonstrations, enco
 def test_missing_extra_is_named(name, who, task, demonstrations, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
     error = rf"{who} needs the packages? s.*'i2cl\[embeddings\]'"
-    one_line(error, fit, name, made("llama"), task, demonstrations)
+    raises(error, fit, name, new_decoder("llama"), task, demonstrations)
 
 
 @needs_encoders
@@ -268,6 +270,6 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line("is not a valid zip archive|is not an encoder's archive: it contains", encoders.unpacked, path)
+    raises("is not a valid zip archive|is not an encoder's archive: it contains", encoders.unpacked, path)
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))

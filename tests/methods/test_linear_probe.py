@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn import linear_model
 
-from fitting import SHOWN, TEXTS, block_outputs, fit, ids, made, one_line
+from fitting import SHOWN, TEXTS, block_outputs, fit, ids, new_decoder, raises
 from i2cl import Example, Template
 from i2cl.methods import linear_probe
 from i2cl.models.encoding import TruncationWarning
@@ -34,7 +34,7 @@ def probe_features(decoder, films, layer, tokens):
     ("layer", "tokens", "c"), [(-1, "last", 1.0), (0, "mean", 0.1), (1, "both", 2.0), (-2, "mean", 1.0)]
 )
 def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, demonstrations):
-    decoder = made("qwen2")
+    decoder = new_decoder("qwen2")
     states = probe_features(decoder, films, layer, tokens)
     seen, new = states[: len(SHOWN)], states[len(SHOWN) :]
     mean, deviation = seen.mean(0), seen.std(0)
@@ -51,7 +51,7 @@ def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, 
 @pytest.mark.parametrize(("place", "other"), [(0, "mean"), (1, "last")])
 def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monkeypatch):
     """Noise everywhere but at one place of one of eleven layers, which tells the labels."""
-    decoder = made("llama", num_hidden_layers=11)
+    decoder = new_decoder("llama", num_hidden_layers=11)
     shown = [Example(f"film {number}", number % 2) for number in range(20)]
 
     def error(_questions, texts, layers, *, pooled):
@@ -75,7 +75,7 @@ def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monk
 
 @pytest.mark.parametrize("front", ["", "A task.\n\n"])
 def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
-    decoder = made("llama", max_position_embeddings=48)
+    decoder = new_decoder("llama", max_position_embeddings=48)
     template = Template("Review: {text}\nSentiment: {label}", opening=front)
     scorer = LabelScorer(decoder, replace(films, template=template))
     texts = ["no", "a very warm film about <|endoftext|> " * 9, "x y"]
@@ -100,7 +100,7 @@ def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
     ],
 )
 def test_a_probe_that_cannot_be_made(options, message, films, demonstrations, monkeypatch):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     monkeypatch.setattr(type(decoder.tokenizer), "is_fast", False)
     assert fit("linear_probe", decoder, films, demonstrations).choice.tokens == "last"
-    one_line(message, fit, "linear_probe", decoder, films, demonstrations, **options)
+    raises(message, fit, "linear_probe", decoder, films, demonstrations, **options)

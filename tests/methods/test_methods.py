@@ -18,8 +18,8 @@ from fitting import (
     fit,
     injected,
     left_as_found,
-    made,
-    one_line,
+    new_decoder,
+    raises,
     random_injection,
     shown_string,
 )
@@ -54,7 +54,7 @@ def plain(decoder, task, texts, shown="", *, full=False):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_zero_shot_and_few_shot_match_the_model_with_and_without_cache(model_type, films, demonstrations):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor, alone = fit("zero_shot", decoder, films, demonstrations), plain(decoder, films, TEXTS)
     torch.testing.assert_close(predictor.log_probs(TEXTS), alone, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
@@ -73,7 +73,7 @@ def test_zero_shot_and_few_shot_match_the_model_with_and_without_cache(model_typ
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
 def test_labels_that_share_a_token_use_full_sequence_scoring(name, demonstrations):
     task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     shown = [f"Review: {text}\nSentiment:{task.labels[label]}\n" for text, label in SHOWN]
     expected = plain(decoder, task, TEXTS, "" if name == "zero_shot" else "".join(shown), full=True)
     torch.testing.assert_close(fit(name, decoder, task, demonstrations).log_probs(TEXTS), expected, **CLOSE)
@@ -82,7 +82,7 @@ def test_labels_that_share_a_token_use_full_sequence_scoring(name, demonstration
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "lora"])
 def test_word_level_scoring_can_be_requested(name, demonstrations):
     task = Task("films", ("good film", "good mess", "so-so"), Template("Review: {text}\nSentiment:{label}"))
-    decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
+    decoder, options = new_decoder("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
     predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
     below = fit("few_shot" if name == "few_shot" else "zero_shot", decoder, task, demonstrations)
     expected = LabelScorer(decoder, task, "words").labels.scores(below.next_token_log_probs(TEXTS))
@@ -107,7 +107,7 @@ def test_text_that_merges_with_the_demonstrations_is_not_scored_from_the_cache(m
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"formula": "add"}, {"sublayers": "mha", "positions": "last"}])
 def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonstrations, options):
-    decoder = made(model_type)
+    decoder = new_decoder(model_type)
     predictor = fit("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
     extraction = ExtractConfig(sublayers=options.get("sublayers", "both"))
     config = CalibrationConfig(epochs=2, **{k: v for k, v in options.items() if k != "sublayers"})
@@ -127,13 +127,13 @@ VECTORS = [({}, 2 * WIDTH), ({"sublayers": "mha"}, WIDTH), ({"sublayers": "hidde
 )
 def test_cost_counts_the_trained_parameters(films, demonstrations, name, options, per_layer):
     short = {"steps": 1} if name == "anchored" else {"epochs": 0}
-    predictor = fit(name, made("llama"), films, demonstrations, **short, **options)
+    predictor = fit(name, new_decoder("llama"), films, demonstrations, **short, **options)
     assert predictor.cost.trained == per_layer * LAYERS
 
 
 def test_noise_vector_has_unit_variance(films):
     vectors = torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None]
-    injection = random_injection(made("llama"), films)
+    injection = random_injection(new_decoder("llama"), films)
     real = replace(injection, context=vectors, coefficients=torch.ones(4, 2, 2))
     standard = noise_like(real, 0)
     assert standard.context.shape == real.context.shape
@@ -145,7 +145,7 @@ def test_noise_vector_has_unit_variance(films):
 
 
 def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     predictor = fit("noise", decoder, films, demonstrations, seed=2, epochs=2)
     real = extract(decoder, films, demonstrations, seed=2)
     vector = noise_like(real, 2)
@@ -209,7 +209,7 @@ def test_every_method_is_repeatable_and_restores_the_model(name, decoder, rows, 
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores).all()
     assert torch.equal(contract(name, decoder, rows).log_probs(texts), scores)
-    one_line("text 2 is empty", predictor.log_probs, ["good", " "])
+    raises("text 2 is empty", predictor.log_probs, ["good", " "])
     if not issubclass(METHODS[name], Wrapper):  # batch calibration is transductive
         torch.testing.assert_close(predictor.log_probs(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
@@ -228,7 +228,7 @@ def test_demonstrations_are_reduced_to_fit_the_context(films, demonstrations):
     assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
     for name in ("few_shot", "few_shot_uncached"):
-        one_line(r"need \d+ tokens, but the context holds 30", fit, name, decoder, films, demonstrations)
+        raises(r"need \d+ tokens, but the context holds 30", fit, name, decoder, films, demonstrations)
 
 
 def test_methods_take_the_options_that_they_have():
@@ -261,7 +261,7 @@ def test_methods_take_the_options_that_they_have():
     ],
 )
 def test_unknown_names_and_invalid_options_are_refused(names, options, message):
-    one_line(message.replace("+", r"\+"), make_methods, names, options)
+    raises(message.replace("+", r"\+"), make_methods, names, options)
 
 
 def test_registry_is_complete_and_read_only():
@@ -282,13 +282,13 @@ def test_recipe_applies_only_to_i2cl_methods():
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
 def test_nan_scores_are_refused(films, demonstrations, name):
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     options = {} if "prior" not in name else {"unlabelled": 2}
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    one_line("label scores are NaN: the model overflows in float32", predictor.log_probs, TEXTS)
+    raises("label scores are NaN: the model overflows in float32", predictor.log_probs, TEXTS)
 
 
 INNER_TEMPERATURES = {
@@ -304,7 +304,7 @@ INNER_TEMPERATURES |= {"zero_shot+temperature": 1.0, "zero_shot+zero_shot": 1.0}
 def test_product_multiplies_probabilities_and_adds_costs(inner, typical, films, demonstrations):
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
     options = {"unlabelled": 2} if "prior" in inner else {}
-    given, seen = (made("llama"), task, demonstrations), []
+    given, seen = (new_decoder("llama"), task, demonstrations), []
     first, second = fit(inner, *given, **options), fit("few_shot", *given)
     both = fit(f"{inner}+few_shot", *given, **options)
     tempered = (first.log_probs(TEXTS).double() / typical).log_softmax(-1)
@@ -316,7 +316,7 @@ def test_product_multiplies_probabilities_and_adds_costs(inner, typical, films, 
 
 
 def test_product_uses_the_typical_temperature_if_none_can_be_fitted(films):
-    given = made("llama"), films, [Example("a warm film", 0), Example("no", 1)]
+    given = new_decoder("llama"), films, [Example("a warm film", 0), Example("no", 1)]
     plain, chosen = (fit(f"anchored{name}+few_shot", *given) for name in ("", "+temperature"))
     assert torch.equal(plain.log_probs(TEXTS), chosen.log_probs(TEXTS))
 
@@ -333,6 +333,6 @@ def test_wrapped_methods_take_their_own_options():
 def test_product_excludes_a_label_that_one_method_has_not_seen(name, films, demonstrations):
     three = replace(films, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
-    scores = fit(name, made("llama"), three, shown).log_probs(TEXTS)
+    scores = fit(name, new_decoder("llama"), three, shown).log_probs(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS), dtype=scores.dtype))

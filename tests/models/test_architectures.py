@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
 
-from fitting import close, left_as_found, one_line
+from fitting import close, left_as_found, raises
 from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.decoder import Decoder
@@ -108,9 +108,9 @@ def test_invalid_activations_and_writers_fail(gemma2):
     # With these two options Bloom reads the weights of its output projection but does not call it.
     bloom = tiny_model("bloom", pretraining_tp=2, slow_but_exact=True)
     error = r"'attention' of layer 0 was never run.*BloomBlock"
-    one_line(error, residual_identity, bloom, architecture_of(bloom), IDS)
+    raises(error, residual_identity, bloom, architecture_of(bloom), IDS)
     error = r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"
-    one_line(error, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj"), IDS)
+    raises(error, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj"), IDS)
 
 
 def test_check_restores_the_model(gemma2):
@@ -151,7 +151,7 @@ def test_language_model_of_a_multimodal_wrapper():
 
 def test_unknown_model_type_says_what_to_do():
     config = AutoConfig.for_model("openai-gpt", n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY)
-    message = one_line("", architecture_of, AutoModelForCausalLM.from_config(config))
+    message = raises("", architecture_of, AutoModelForCausalLM.from_config(config))
     for part in (
         "'openai-gpt'",
         'Architecture(model_type="openai-gpt", layers="layers", attention="self_attn", mlp="mlp")',
@@ -173,7 +173,7 @@ def test_unknown_model_type_says_what_to_do():
     ],
 )
 def test_wrong_path_is_named_with_a_fix(gemma2, fields, message):
-    one_line(message, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], **fields), IDS)
+    raises(message, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], **fields), IDS)
 
 
 # What the decoder relies on, for every model type

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fitting import close, decoder_of, free, left_as_found, one_line
+from fitting import close, decoder_of, free, left_as_found, raises
 from i2cl import Architecture, CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import Edit
@@ -43,13 +43,13 @@ def test_sizes_name_and_context_length(decoder):
 @pytest.mark.parametrize("budget", [0, -1])
 def test_token_budget_below_one_is_refused(budget):
     message = f"token_budget is {budget}: give at least 1, or None"
-    one_line(message, Decoder, tiny_model("llama"), tiny_tokenizer(), token_budget=budget)
+    raises(message, Decoder, tiny_model("llama"), tiny_tokenizer(), token_budget=budget)
 
 
 def test_unknown_model_types_take_an_architecture():
     model = tiny_model("llama")
     model.config.model_type = "llama-of-a-neighbour"
-    one_line("llama-of-a-neighbour", Decoder, model, tiny_tokenizer())
+    raises("llama-of-a-neighbour", Decoder, model, tiny_tokenizer())
     own = Architecture("llama-of-a-neighbour", "layers", "self_attn", "mlp")
     assert len(Decoder(model, tiny_tokenizer(), architecture=own).sublayers) == 2
 

@@ -107,7 +107,7 @@ def test_gguf_file_is_converted_to_bfloat16_on_such_a_cpu(native, automatic, exp
     assert loading._gguf_dtype("auto", automatic, CUDA) == torch.float32
 
 
-def test_commands_that_predict_and_fit_choose_the_dtype(said, tmp_path, monkeypatch):
+def test_commands_that_predict_and_fit_choose_the_dtype(stdout, tmp_path, monkeypatch):
     dtypes = []
     load = loading.load_model_and_tokenizer
     monkeypatch.setattr(
@@ -116,8 +116,8 @@ def test_commands_that_predict_and_fit_choose_the_dtype(said, tmp_path, monkeypa
     )
     (tmp_path / "texts.txt").write_text("the gloomy baker rested\n", encoding="utf-8")
     fit = ("fit", "reference", "mood-colour-1", "-o", tmp_path / "mood", "--shots", "1", "--evaluate", "0")
-    said(*fit)
-    said("predict", tmp_path / "mood", tmp_path / "texts.txt")
-    said("predict", tmp_path / "mood", tmp_path / "texts.txt", "--dtype", "float32")
-    said("check", "reference")
+    stdout(*fit)
+    stdout("predict", tmp_path / "mood", tmp_path / "texts.txt")
+    stdout("predict", tmp_path / "mood", tmp_path / "texts.txt", "--dtype", "float32")
+    stdout("check", "reference")
     assert dtypes == ["auto", "auto", "float32", None]

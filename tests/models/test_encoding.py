@@ -19,7 +19,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fitting import fit, injected, one_line
+from fitting import fit, injected, raises
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.encoding import PromptEncoder
@@ -168,7 +168,7 @@ def with_bos():
 )
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
     says = "template starts with '</s>', which this tokenizer adds too.*remove it"
-    one_line(says, find_label_tokens, with_bos(), template, ("C", "D"))
+    raises(says, find_label_tokens, with_bos(), template, ("C", "D"))
     find_label_tokens(
         PromptEncoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D")
     )  # which adds none
@@ -177,7 +177,7 @@ def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
 @pytest.mark.parametrize("label", ["good</s>", "<|im_end|>"])
 def test_label_with_a_special_token_is_refused(encoder, label):
     template = Template("Review: {text}\nTopic:\n{label}")
-    one_line(
+    raises(
         "contains the special token .*: rename the label", find_label_tokens, encoder, template, ("a", label)
     )
 
@@ -187,7 +187,7 @@ def test_label_that_merges_with_the_end_of_the_prompt_is_refused(labels):
     backend = byte_level(["Topic:: C Topic:(a"] * 20, 300)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     template = Template("Ticket: {text} Topic:{label}")
-    one_line(
+    raises(
         "merges label .* with the end of the prompt",
         find_label_tokens,
         PromptEncoder.of(tokenizer),
@@ -204,20 +204,20 @@ def test_tokenizer_that_loses_spaces_is_refused():
     vocabulary["decoder"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
     backend = Tokenizer.from_str(json.dumps(vocabulary))
     says = "loses spaces: 'one two' is decoded as 'onetwo': compare tokenizer_class"
-    one_line(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+    raises(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def test_tokenizer_that_cannot_encode_text_is_one_line():
     backend = Tokenizer(models.BPE({"a": 0}, [], unk_token="<unk>"))
     says = "cannot encode text .*<unk>.* not found.*: compare tokenizer_class"
-    one_line(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+    raises(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def test_tokenizer_that_knows_no_word_is_refused():
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    one_line("encodes every word as '<unk>': compare tokenizer_class", PromptEncoder.of, tokenizer)
+    raises("encodes every word as '<unk>': compare tokenizer_class", PromptEncoder.of, tokenizer)
 
 
 def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tmp_path):

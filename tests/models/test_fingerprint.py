@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fitting import one_line
+from fitting import raises
 from i2cl.models import fingerprint
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import tensors_fingerprint, tokenizer_fingerprint, weights_fingerprint
@@ -251,4 +251,4 @@ def test_name_revision_and_new_fields_are_ignored():
 @pytest.mark.parametrize("fields", [{}, asdict(BASE) | {"extra": 1}, asdict(BASE) | {"config": 3}])
 def test_identity_round_trips_through_a_dict_and_refuses_invalid_fields(fields):
     assert fingerprint.ModelIdentity.from_dict(json.loads(json.dumps(asdict(BASE)))) == BASE
-    one_line("base_model entry is malformed", fingerprint.ModelIdentity.from_dict, fields)
+    raises("base_model entry is malformed", fingerprint.ModelIdentity.from_dict, fields)

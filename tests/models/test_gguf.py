@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenize
 from transformers.utils import logging as transformers_logging
 
 from export.cases import change
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, Injection, Task, Template
 from i2cl.export.folding import Folding
 from i2cl.export.gguf import GgufModel
@@ -121,25 +121,25 @@ def test_digits_are_split_as_by_llama_cpp(tmp_path):
 
 
 @pytest.mark.usefixtures("few_golden_prompts")
-def test_fit_predict_and_export_take_a_file(file, tmp_path, call, said):
+def test_fit_predict_and_export_take_a_file(file, tmp_path, call, stdout):
     (tmp_path / "films.csv").write_text(ROWS, encoding="utf-8")
     artefact, cpu = tmp_path / "artefact", ("--device", "cpu")
     fit = ("fit", file, tmp_path / "films.csv", "-o", artefact, "--shots", 1, "--recipe", "fast", *cpu)
     fit = (*fit, "--template", TASK.template.format, "--evaluate", 0)
-    said(*fit)
+    stdout(*fit)
     assert Injection.from_pretrained(artefact).base.name == str(file)
     (tmp_path / "new.txt").write_text("a warm film\n", encoding="utf-8")
-    said("predict", artefact, tmp_path / "new.txt", *cpu)
+    stdout("predict", artefact, tmp_path / "new.txt", *cpu)
     assert call("check", file, *cpu)[::2] == (0, "")  # no progress bars
     for to in ("classifier", "causal-lm", "peft"):
         if to == "peft" and importlib.util.find_spec("peft") is None:
             continue
         if to == "peft":
-            said(*fit, "--set", "formula=add")
-        said("export", artefact, tmp_path / to, "--to", to, *cpu)
-        assert "Passed: 2 of 2" in said("verify", tmp_path / to, *cpu)
+            stdout(*fit, "--set", "formula=add")
+        stdout("export", artefact, tmp_path / to, "--to", to, *cpu)
+        assert "Passed: 2 of 2" in stdout("verify", tmp_path / to, *cpu)
     out = tmp_path / "out.gguf"
-    said("export", artefact, out, "--to", "gguf", *cpu)
+    stdout("export", artefact, out, "--to", "gguf", *cpu)
     assert {tensor.name for tensor in gguf.GGUFReader(out).tensors} >= {"blk.0.attn_output.bias"}
 
 
@@ -283,7 +283,7 @@ def test_two_processes_convert_at_the_same_time(file, cache):
 
 
 def refused(name, **options):
-    return one_line("", load_model_and_tokenizer, str(name), **{"device": "cpu"} | options)
+    return raises("", load_model_and_tokenizer, str(name), **{"device": "cpu"} | options)
 
 
 @pytest.mark.parametrize(

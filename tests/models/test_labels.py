@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fitting import decoder_of, encode, log_probability, made
+from fitting import decoder_of, encode, log_probability, new_decoder
 from i2cl import Decoder, I2CLError, Task, Template
 from i2cl.models.label_tokens import LabelTokens, ScoringWarning, _assign_token, find_label_tokens
 from i2cl.models.scoring import LabelScorer
@@ -51,7 +51,7 @@ def test_no_label_is_a_prefix_of_another(case, seed):
 
 
 def test_labels_end_with_eos_if_the_separator_merges():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
@@ -49,7 +49,7 @@ def asked(monkeypatch):
 def test_python_without_docstrings_is_refused(folder, monkeypatch):
     """Transformers parses its own, and fails with them gone."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
-    one_line("python -O", load_model_and_tokenizer, str(folder))
+    raises("python -O", load_model_and_tokenizer, str(folder))
 
 
 def test_folder_is_loaded_in_evaluation_mode(folder):
@@ -86,7 +86,7 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    one_line("trust_remote_code", load_model_and_tokenizer, str(folder))
+    raises("trust_remote_code", load_model_and_tokenizer, str(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -107,7 +107,7 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
 )
 def test_missing_or_mismatched_weights_are_refused(folder, name, tensor, message):
     change(folder, **{name: tensor})
-    one_line(message, load_model_and_tokenizer, str(folder))
+    raises(message, load_model_and_tokenizer, str(folder))
 
 
 def test_tied_weights_are_not_reported_missing(tmp_path):
@@ -121,7 +121,7 @@ def test_tied_weights_are_not_reported_missing(tmp_path):
 def test_truncated_checkpoint_is_refused(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    one_line("damaged", load_model_and_tokenizer, str(folder))
+    raises("damaged", load_model_and_tokenizer, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_truncated_checkpoint_is_refused(folder, kept):
     ],
 )
 def test_invalid_options_are_refused_before_loading(asked, options, message):
-    one_line(message, load_model_and_tokenizer, "somebody/some-model", **options)
+    raises(message, load_model_and_tokenizer, "somebody/some-model", **options)
     assert asked == {}
 
 
@@ -145,7 +145,7 @@ def test_sharded_checkpoint_is_loaded_unless_a_shard_is_missing(tmp_path):
     assert len(shards) > 1
     load_model_and_tokenizer(str(tmp_path))
     shards[-1].unlink()
-    one_line("cannot load", load_model_and_tokenizer, str(tmp_path))
+    raises("cannot load", load_model_and_tokenizer, str(tmp_path))
 
 
 def test_tokenizer_class_of_another_algorithm_is_refused(folder):
@@ -153,12 +153,12 @@ def test_tokenizer_class_of_another_algorithm_is_refused(folder):
     fields = json.loads(path.read_text()) | {"tokenizer_class": "XLNetTokenizer"}
     path.write_text(json.dumps(fields))
     says = "cannot load the tokenizer of .*: compare tokenizer_class in tokenizer_config.json"
-    one_line(says, load_model_and_tokenizer, str(folder))
+    raises(says, load_model_and_tokenizer, str(folder))
 
 
 def test_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    one_line("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))
+    raises("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))
 
 
 def test_cached_model_loads_while_the_hub_is_unreachable(folder, monkeypatch):

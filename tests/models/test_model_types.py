@@ -7,7 +7,7 @@ the right ones is the residual identity's business (`test_architectures.py`).
 import pytest
 import torch
 
-from fitting import close, injecting, made, random_edit
+from fitting import close, injecting, new_decoder, random_edit
 from i2cl import Example, Task, Template
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import AffineEdit
@@ -19,7 +19,7 @@ SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm a
 
 @pytest.fixture(scope="module", params=CASES)
 def decoder(request):
-    return made(request.param)
+    return new_decoder(request.param)
 
 
 def demonstrations(decoder):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from commands import run
-from fitting import hooks, injected, one_line
+from fitting import hooks, injected, raises
 from i2cl import CalibrationConfig, Decoder
 from i2cl.models.batching import make_batch
 from tiny import tiny_model, tiny_tokenizer
@@ -79,7 +79,7 @@ def test_tied_offloaded_weights_count_once(model_type, dtype, tmp_path):
 def test_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny_model("llama").config)
-    one_line("on the device meta and has no values", Decoder, empty, tiny_tokenizer())
+    raises("on the device meta and has no values", Decoder, empty, tiny_tokenizer())
 
 
 @needs_bitsandbytes

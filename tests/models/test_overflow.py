@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fitting import films_in, injected, log_probability, made, one_line
+from fitting import films_in, injected, log_probability, new_decoder, raises
 from i2cl import CalibrationConfig, Decoder
 from i2cl.models.scoring import LabelScorer
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
@@ -27,31 +27,31 @@ def test_predicting_in_float16_what_was_fitted_in_bfloat16_raises_on_overflow(tm
     fitted_on, other = (Decoder.from_pretrained(folder, dtype=name) for name in ("bfloat16", "float16"))
     task = films_in(("good", "bad"))
     injection = injected(fitted_on, task, task.train[:4], CalibrationConfig(epochs=2))
-    one_line("overflows in float16", injection.predict, other, TEXTS)
+    raises("overflows in float16", injection.predict, other, TEXTS)
 
 
 def test_fitting_in_float16_names_the_precision_that_overflows():
     task = films_in(("good", "bad"))
     decoder = overflowing(torch.float16)
-    one_line("overflow in float16: reload it with --dtype float32", decoder.require_identity)
-    one_line("overflow in float16", injected, decoder, task, task.train[:4])
+    raises("overflow in float16: reload it with --dtype float32", decoder.require_identity)
+    raises("overflow in float16", injected, decoder, task, task.train[:4])
 
 
 @pytest.mark.parametrize("scoring", ["first_token", "sequence", "words"])
 def test_infinite_logit_of_any_token_raises(scoring):
     task = films_in(("good film", "bad film"))
-    decoder = made("llama", tie_word_embeddings=False)
+    decoder = new_decoder("llama", tie_word_embeddings=False)
 
     def overflow(_module, _inputs, logits):
         return logits.index_fill(-1, torch.tensor([299]), torch.inf)  # a token of no label
 
     decoder.model.lm_head.register_forward_hook(overflow)
-    one_line("overflows in float32", LabelScorer(decoder, task, scoring).scores, TEXTS)
+    raises("overflows in float32", LabelScorer(decoder, task, scoring).scores, TEXTS)
 
 
 def test_impossible_label_is_never_predicted_and_raises_nothing():
     task = films_in(("good", "bad"))
-    decoder = made("llama", tie_word_embeddings=False)
+    decoder = new_decoder("llama", tie_word_embeddings=False)
     asked = LabelScorer(decoder, task)
 
     def forbid(_module, _inputs, logits):
@@ -66,7 +66,7 @@ def test_impossible_label_is_never_predicted_and_raises_nothing():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attention, dtype):
-    decoder = made("llama", dtype=dtype, attn_implementation=attention)
+    decoder = new_decoder("llama", dtype=dtype, attn_implementation=attention)
     asked = LabelScorer(decoder, films_in(("x", "a film of all the ages")), "sequence")
     texts = ["a", "a film that is so long " * 5, "hm hm"]
     assert decoder.can_fork

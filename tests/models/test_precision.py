@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from fitting import injected, left_as_found, one_line
+from fitting import injected, left_as_found, raises
 from i2cl import Decoder, make_methods
 from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
@@ -186,7 +186,7 @@ def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
-        one_line("export from its unquantized checkpoint", act)
+        raises("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
         export_causal_lm(Decoder.from_pretrained(quantized.name), injection, tmp_path / "out")
@@ -206,9 +206,9 @@ def test_checkpoint_saved_quantized_has_its_own_identity(quantized, tmp_path):
 def test_repacked_weights_and_unsupported_widths_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    one_line(r"has run before.*load it again", Decoder, model, tiny_tokenizer())
+    raises(r"has run before.*load it again", Decoder, model, tiny_tokenizer())
     message, options = r"has 32 inputs.*multiples of 64: load it in 8bit", {"quantization": "4bit"}
-    one_line(message, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
+    raises(message, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
 
 
 def test_torchao_config(checkpoint, plain):
@@ -225,4 +225,4 @@ def test_torchao_config(checkpoint, plain):
 
 def test_missing_package_is_named(checkpoint, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
-    one_line(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")
+    raises(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core.test_label_mass import LABELS, QUERIES, edit_of
-from fitting import made
+from fitting import new_decoder
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import AffineEdit, Edit, Replay
 from tiny import CASES
@@ -36,7 +36,7 @@ class Vectors(Edit):
 
 @pytest.mark.parametrize("case", CASES)
 def test_replayed_outputs_match_those_of_the_blocks(case):
-    decoder = made(case)
+    decoder = new_decoder(case)
     batch = make_batch(QUERIES, decoder.device)
     edits = [above(edit_of(decoder, size), 1) for size in (0.3, 0.6)]
     replay = Replay(decoder.blocks[:1])
@@ -48,7 +48,7 @@ def test_replayed_outputs_match_those_of_the_blocks(case):
 
 
 def test_model_is_restored_also_after_an_error():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     batch = make_batch(QUERIES, decoder.device)
     replay = Replay(decoder.blocks[:1])
     with decoder.frozen(), torch.no_grad():
@@ -61,7 +61,7 @@ def test_model_is_restored_also_after_an_error():
 
 
 def test_batches_are_replayed_separately_without_gradients_below():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     replay = Replay(decoder.blocks[:1])
     values = torch.nn.Parameter(torch.zeros(decoder.layers, 2, decoder.d_model))
     gradients = []
@@ -78,7 +78,7 @@ def test_batches_are_replayed_separately_without_gradients_below():
 
 
 def test_blocks_with_a_replaced_forward_are_not_skipped():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     decoder.blocks[0].forward = decoder.blocks[0].forward  # as Accelerate does
     replay = Replay(decoder.blocks[:1])
     batch = make_batch(QUERIES, decoder.device)
@@ -88,7 +88,7 @@ def test_blocks_with_a_replaced_forward_are_not_skipped():
 
 
 def test_batch_of_other_tokens_is_not_replayed():
-    decoder = made("llama")
+    decoder = new_decoder("llama")
     replay = Replay(decoder.blocks[:1])
     with decoder.frozen(), torch.no_grad():
         for shift in (0, 1):

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from fitting import decoder_of, encode, linear_edit, log_probability, made, one_line, random_edit
+from fitting import decoder_of, encode, linear_edit, log_probability, new_decoder, raises, random_edit
 from i2cl import Decoder, Task, Template
 from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import TruncationWarning
@@ -303,11 +303,11 @@ def test_labels_that_share_their_first_token_use_full_sequences():
     assert result.full_sequences
     queries = scorer(decoder, labels=labels).queries(TEXTS)
     assert close(score(decoder, queries, result), expected(decoder, full=True, labels=labels))
-    one_line("scoring='sequence'", find_label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
+    raises("scoring='sequence'", find_label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
 
 
 def test_labels_with_the_same_tokens_are_refused():
-    one_line("same tokens", find_label_tokens, decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
+    raises("same tokens", find_label_tokens, decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
 
 
 # Queries
@@ -315,7 +315,7 @@ def test_labels_with_the_same_tokens_are_refused():
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])
 def test_long_texts_leave_room_for_the_label(case, full):
-    decoder = made(case, max_position_embeddings=48)
+    decoder = new_decoder(case, max_position_embeddings=48)
     assert decoder.max_length == 48
     labels = find_label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     with pytest.warns(TruncationWarning, match="1 of 2") as caught:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from commands import listed
-from fitting import one_line
+from fitting import raises
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import new_file, new_folder, require_writable, system_cause, write_errors
 
@@ -83,7 +83,7 @@ def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    one_line(r"cannot write .*no space left", write, path)
+    raises(r"cannot write .*no space left", write, path)
     assert contents(path) == {MARKER: "old", "data": "old"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
@@ -92,16 +92,16 @@ def test_folder_with_other_files_and_existing_file_are_refused(tmp_path):
     path = tmp_path / "out"
     write(path, "old")
     (path / "thesis.txt").write_text("mine")
-    one_line(r"out' holds other files \(thesis.txt\)", write, path)
+    raises(r"out' holds other files \(thesis.txt\)", write, path)
     assert contents(path) == {MARKER: "old", "data": "old", "thesis.txt": "mine"}
     assert listed(tmp_path) == ["out"]
     (tmp_path / "file").write_text("mine")
-    one_line("is a file", write, tmp_path / "file")
-    one_line("cannot write to", write, tmp_path / "file" / "deeper")
+    raises("is a file", write, tmp_path / "file")
+    raises("cannot write to", write, tmp_path / "file" / "deeper")
     assert (tmp_path / "file").read_text() == "mine"
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
-        one_line("is a file", require_writable, tmp_path / "pipe", set())
+        raises("is a file", require_writable, tmp_path / "pipe", set())
 
 
 def test_require_writable_writes_nothing(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_require_writable_writes_nothing(tmp_path, monkeypatch):
     assert listed(tmp_path) == []
     denied = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("i2cl.storage.atomic.tempfile.TemporaryFile", denied)
-    one_line(r"cannot write to .*Permission denied", require_writable, tmp_path / "out", OWNED)
+    raises(r"cannot write to .*Permission denied", require_writable, tmp_path / "out", OWNED)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -152,7 +152,7 @@ def test_new_folder_does_not_overwrite_a_concurrently_created_folder(tmp_path):
             path.mkdir()
             (path / "mine").write_text("other")
 
-    one_line(r"out' holds other files \(mine\)", write_late)
+    raises(r"out' holds other files \(mine\)", write_late)
     assert contents(path) == {"mine": "other"}
     assert listed(tmp_path) == ["out"]
 
@@ -165,7 +165,7 @@ def test_new_file_does_not_overwrite_a_concurrently_created_file(tmp_path):
             fresh.write_text("new")
             path.write_text("other")
 
-    one_line("file' already exists", write_late)
+    raises("file' already exists", write_late)
     assert contents(tmp_path) == {"file": "other"}
 
 

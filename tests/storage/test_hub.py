@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from commands import jsonl, run
-from fitting import one_line, random_injection
+from fitting import raises, random_injection
 from i2cl import AnchoredConfig, Decoder, Example, ExtractConfig, Injection, Task, Template, anchor
 from i2cl.core import artefact
 from i2cl.storage import hub
@@ -29,7 +29,7 @@ def decoder_named(name="user/tiny-llama"):
     return Decoder(tiny_model("llama"), tiny_tokenizer(), name=name)
 
 
-def made(decoder=None, task=TASK, **fields):
+def make_injection(decoder=None, task=TASK, **fields):
     fields = {"settings": {"epochs": 3}, "history": (1.5, 0.25), "seed": 3} | fields
     given = {"extraction": ExtractConfig(separator=False), "shown": 10, "fields": fields}
     return random_injection(decoder or decoder_named(), task, factor=1.0, around=(0.0, 0.0), **given)
@@ -41,7 +41,7 @@ def card_of(folder):
 
 def test_card_has_metadata_command_and_loss(tmp_path):
     command = "i2cl fit user/tiny-llama films.csv --seed 3"
-    made(command=command).save_pretrained(tmp_path / "mood")
+    make_injection(command=command).save_pretrained(tmp_path / "mood")
     card = card_of(tmp_path / "mood")
     assert (card.data.base_model, card.data.library_name) == ("user/tiny-llama", "i2cl")
     assert (card.data.pipeline_tag, "i2cl" in card.data.tags) == ("text-classification", True)
@@ -63,14 +63,14 @@ def test_card_of_a_fit_in_python_names_the_functions(tmp_path):
     text = card_of(tmp_path / "out").text
     assert "Created in Python with `i2cl.anchor`." in text
     assert "attention and MLP block with a vector." in text
-    made().save_pretrained(tmp_path / "i2cl")
+    make_injection().save_pretrained(tmp_path / "i2cl")
     assert "`i2cl.extract` and `i2cl.calibrate`" in card_of(tmp_path / "i2cl").text
 
 
 def test_python_example_of_the_card_runs(tmp_path, monkeypatch, capsys):
     decoder = decoder_named(str(tiny_folder(tmp_path / "base")))
     monkeypatch.chdir(tmp_path)
-    made(decoder).save_pretrained("mood")
+    make_injection(decoder).save_pretrained("mood")
     snippet = card_of(tmp_path / "mood").text.split("```python\n")[1].split("```")[0]
     exec(compile(snippet, "card", "exec"), {"__name__": "card"})
     assert json.loads(capsys.readouterr().out.replace("'", '"'))[0] in TASK.labels
@@ -92,7 +92,7 @@ EVALUATION |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size i
 
 @pytest.mark.parametrize("evaluation", [{}, EVALUATION], ids=["alone", "compared"])
 def test_metrics_become_eval_results_of_the_hub(tmp_path, evaluation):
-    made(metrics=METRICS, evaluation=evaluation).save_pretrained(tmp_path / "out")
+    make_injection(metrics=METRICS, evaluation=evaluation).save_pretrained(tmp_path / "out")
     results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
     assert results["accuracy"].dataset_split == ("train" if evaluation else "test")
@@ -114,7 +114,7 @@ def test_metrics_become_eval_results_of_the_hub(tmp_path, evaluation):
 def test_card_does_not_contain_local_paths(tmp_path):
     home = tmp_path / "home" / "me" / "llama"
     home.mkdir(parents=True)
-    made(decoder_named(str(home))).save_pretrained(tmp_path / "out")
+    make_injection(decoder_named(str(home))).save_pretrained(tmp_path / "out")
     text = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     assert str(tmp_path) not in text
     assert "--model PATH" in text
@@ -135,20 +135,20 @@ def test_public_name(name, shown):
 
 def test_readme_of_the_user_is_not_replaced(tmp_path):
     (tmp_path / CARD).write_text("mine", encoding="utf-8")
-    one_line(r"other files \(README.md\)", made().save_pretrained, tmp_path)
+    raises(r"other files \(README.md\)", make_injection().save_pretrained, tmp_path)
     assert (tmp_path / CARD).read_text(encoding="utf-8") == "mine"
-    made().save_pretrained(tmp_path / "out")
-    made(seed=4).save_pretrained(tmp_path / "out")
+    make_injection().save_pretrained(tmp_path / "out")
+    make_injection(seed=4).save_pretrained(tmp_path / "out")
     assert "with seed 4" in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_command_in_the_card_reproduces_the_injection(tmp_path, monkeypatch, said):
+def test_command_in_the_card_reproduces_the_injection(tmp_path, monkeypatch, stdout):
     monkeypatch.chdir(tmp_path)
     rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
     films = jsonl(tmp_path / "films.jsonl", rows)
     options = ["--template", r"It's {text}\nSo: {label}", "--text-column", "line", "--shots", 2]
     options += ["--evaluate", 4, "--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
-    assert json.loads(said("fit", "reference", films, "-o", "one", *options, "--json"))["metrics"]["n"] == 4
+    assert json.loads(stdout("fit", "reference", films, "-o", "one", *options, "--json"))["metrics"]["n"] == 4
     first = Injection.from_pretrained("one")
     words = shlex.split(first.command)
     assert words[:4] == ["i2cl", "fit", "reference", "films.jsonl"]
@@ -169,7 +169,7 @@ def cached(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     root = cache / "models--user--films"
     for reference, commit, seed in (("main", "a" * 40, 1), ("v1", "b" * 40, 2)):
-        made(seed=seed).save_pretrained(tmp_path / reference)
+        make_injection(seed=seed).save_pretrained(tmp_path / reference)
         snapshot = root / "snapshots" / commit
         (root / "blobs").mkdir(parents=True, exist_ok=True)
         snapshot.mkdir(parents=True)
@@ -189,11 +189,11 @@ def test_cached_repository_is_read_offline(cached, refused):
         assert Injection.from_pretrained("user/films", revision=revision).seed == seed
     for name, revision in (("user/films", "v2"), ("other/films", None)):
         says = "no such folder, and the hub (cannot be reached|says)"
-        message = one_line(says, Injection.from_pretrained, name, revision=revision)
+        message = raises(says, Injection.from_pretrained, name, revision=revision)
         assert name in message
         assert (f"at revision {revision!r}" in message) == (revision is not None)
     (cached / "models--user--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
-    one_line(r"damaged or missing|the hub (cannot be reached|says)", Injection.from_pretrained, "user/films")
+    raises(r"damaged or missing|the hub (cannot be reached|says)", Injection.from_pretrained, "user/films")
     message = refused("predict", "other/films", "texts.txt")
     assert "no injection at 'other/films': no such folder, and the hub cannot be reached; make one" in message
 
@@ -201,29 +201,29 @@ def test_cached_repository_is_read_offline(cached, refused):
 @pytest.mark.parametrize("name", ["/nope/films", "nope/films/first", "not a name!"])
 def test_missing_folder_that_cannot_be_on_the_hub_is_reported(name):
     message = f"^no injection at '{name}': no such folder, and it is not the name of a hub repository; make"
-    one_line(message, Injection.from_pretrained, name)
+    raises(message, Injection.from_pretrained, name)
 
 
 def test_missing_model_and_unreachable_hub_are_one_line_errors(cached, monkeypatch):
     message = "no model at 'other/tiny' at revision 'v2': no such folder, and the hub cannot be reached; give"
-    one_line(message, hub.download_model, "other/tiny", "v2")
+    raises(message, hub.download_model, "other/tiny", "v2")
     monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=hub._HTTP_ERROR("no answer")))
-    one_line(
+    raises(
         "no model at 'other/tiny': no such folder, and the hub says", hub.download_model, "other/tiny", None
     )
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
 def test_unreadable_description_is_not_written(tmp_path, metrics):
-    described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
-    one_line(r"could not be loaded again \(metrics", artefact.write, tmp_path, {}, described, "out")
+    described = make_injection(decoder_named("gpt2")).description() | {"metrics": metrics}
+    raises(r"could not be loaded again \(metrics", artefact.write, tmp_path, {}, described, "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_bundled_model_is_not_a_base_model_of_the_hub(tmp_path):
-    made(decoder_named("gpt2"), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
+    make_injection(decoder_named("gpt2"), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
     assert "Accuracy 0.500." in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
-    made(decoder_named("reference")).save_pretrained(tmp_path / "out")
+    make_injection(decoder_named("reference")).save_pretrained(tmp_path / "out")
     assert card_of(tmp_path / "out").data.base_model is None
 
 
@@ -256,7 +256,7 @@ def uploads(monkeypatch):
 def test_push_uploads_the_injection_and_its_card(uploads, tmp_path):
     home = tmp_path / "home" / "llama"
     home.mkdir(parents=True)
-    injection = made(decoder_named(str(home)))
+    injection = make_injection(decoder_named(str(home)))
     options = {"private": True, "token": "secret", "commit_message": "First", "revision": "v1"}
     assert injection.push_to_hub("films", **options) == "https://huggingface.co/me/films/commit/1"
     assert [name for name, *_ in uploads] == ["create_repo", "create_branch", "upload_folder"]
@@ -277,12 +277,12 @@ def test_push_uploads_the_injection_and_its_card(uploads, tmp_path):
     assert "--model PATH" in card_of(tmp_path / "down").text
 
 
-def test_push_on_the_command_line(uploads, tmp_path, said):
-    made().save_pretrained(tmp_path / "out")
-    assert "Pushed" in said("push", tmp_path / "out", "me/films")
+def test_push_on_the_command_line(uploads, tmp_path, stdout):
+    make_injection().save_pretrained(tmp_path / "out")
+    assert "Pushed" in stdout("push", tmp_path / "out", "me/films")
     assert uploads[0][2]["private"] is False
     assert uploads[1][2]["commit_message"] == "I2CL injection for films"
-    message = said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
+    message = stdout("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
     assert json.loads(message)["commit"].startswith("https://")
     assert uploads[-1][2]["revision"] == "v2"
 
@@ -307,15 +307,15 @@ def http_error(status):
 def test_failed_push_is_one_line(error, message, tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
-    one_line(message, made().push_to_hub, "me/films")
-    made().save_pretrained(tmp_path / "out")
+    raises(message, make_injection().push_to_hub, "me/films")
+    make_injection().save_pretrained(tmp_path / "out")
     assert "cannot push to 'me/films'" in refused("push", tmp_path / "out", "me/films")
 
 
 def test_invalid_name_is_refused_offline(tmp_path, refused, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    made().save_pretrained(tmp_path / "out")
+    make_injection().save_pretrained(tmp_path / "out")
     for name in ("a/b/c", "no spaces", ""):
         assert "cannot push to" in refused("push", tmp_path / "out", name)
     assert "is not a folder" in refused("push", tmp_path / "none", "me/films")
@@ -324,7 +324,7 @@ def test_invalid_name_is_refused_offline(tmp_path, refused, monkeypatch):
 def test_push_needs_a_login(uploads, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    made().save_pretrained(tmp_path / "out")
+    make_injection().save_pretrained(tmp_path / "out")
     message = refused("push", tmp_path / "out", "me/films")
     assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in message
     assert uploads == []

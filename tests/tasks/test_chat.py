@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks import Template
 from tiny import tiny_tokenizer
 
@@ -93,7 +93,7 @@ def test_a_bos_token_that_the_tokenizer_adds_is_not_repeated_in_the_template():
     ids=str,
 )
 def test_unsupported_chat_template_is_refused(source, message):
-    one_line(message, Template.chat, tokenizer(source), "Say it.")
+    raises(message, Template.chat, tokenizer(source), "Say it.")
 
 
 def test_instruction_is_put_once_before_a_plain_template():
@@ -103,9 +103,9 @@ def test_instruction_is_put_once_before_a_plain_template():
 
 
 def test_instruction_with_braces_is_refused():
-    one_line(r"the instruction 'Use \{a\}' contains braces", Template.chat, tokenizer(CHATML), "Use {a}")
+    raises(r"the instruction 'Use \{a\}' contains braces", Template.chat, tokenizer(CHATML), "Use {a}")
 
 
 def test_instruction_with_a_special_token_is_refused():
     message = r"the instruction 'Say <\|endoftext\|>' contains the special token '<\|endoftext\|>': remove it"
-    one_line(message, Template.chat, tokenizer(CHATML), "Say <|endoftext|>")
+    raises(message, Template.chat, tokenizer(CHATML), "Say <|endoftext|>")

@@ -3,7 +3,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks import load_task
 from i2cl.tasks.loaders import load_hub
 from i2cl.tasks.schema import HubSource
@@ -78,14 +78,14 @@ def test_task_toml_with_a_hub_table_is_loaded(folder, tmp_path, monkeypatch):
     ],
 )
 def test_unexpected_column_label_or_split_is_named(folder, fields, labels, message):
-    assert message in one_line("", load_hub, source(folder, **fields), tuple(labels))
+    assert message in raises("", load_hub, source(folder, **fields), tuple(labels))
 
 
 def test_failed_download_suggests_a_data_folder(monkeypatch):
     offline = Mock(side_effect=ConnectionError("no route to host\nsecond line"))
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    caught = one_line("", load_task, "sst2")
+    caught = raises("", load_task, "sst2")
     for part in ("stanfordnlp/sst2", "no route to host", "I2CL_DATA_DIR"):
         assert part in caught
 
@@ -93,7 +93,7 @@ def test_failed_download_suggests_a_data_folder(monkeypatch):
 def test_missing_datasets_package_names_the_extra(monkeypatch):
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    one_line(r"pip install 'i2cl\[hub\]', or give a folder", load_task, "sst2")
+    raises(r"pip install 'i2cl\[hub\]', or give a folder", load_task, "sst2")
 
 
 def test_data_set_revision_and_splits_are_requested(monkeypatch):

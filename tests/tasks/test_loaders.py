@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks import Example, Template, list_tasks, load_task
 from i2cl.tasks.loaders import BUNDLED_TASKS
 
@@ -23,7 +23,7 @@ def mails(tmp_path):
 
 
 def failure(*args, **kwargs):
-    return one_line("", load_task, *args, **kwargs)
+    return raises("", load_task, *args, **kwargs)
 
 
 def test_file_of_rows_becomes_a_task(mails, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import jsonl
-from fitting import one_line
+from fitting import raises
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.rows import Query, read_labelled, read_queries
@@ -38,7 +38,7 @@ def set_stdin(monkeypatch, content):
 
 
 def failure(path, labels=WORDS, read=read_labelled, **columns):
-    message = one_line("", read, path, labels, **columns)
+    message = raises("", read, path, labels, **columns)
     assert str(path) in message
     return message
 

@@ -1,6 +1,6 @@
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks.schema import parse_spec, read_spec
 
 HEAD = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
@@ -49,11 +49,11 @@ def test_user_task_is_parsed():
     ],
 )
 def test_invalid_toml_names_file_and_field(content, message):
-    assert message in one_line("^mine.toml", parse_spec, content.encode(), "mine.toml")
+    assert message in raises("^mine.toml", parse_spec, content.encode(), "mine.toml")
 
 
 def test_unreadable_toml_is_refused(tmp_path):
-    one_line("does not exist", read_spec, tmp_path / "none.toml")
+    raises("does not exist", read_spec, tmp_path / "none.toml")
     latin = tmp_path / "latin.toml"
     latin.write_bytes('name = "café"'.encode("latin-1"))
-    one_line("is not UTF-8", read_spec, latin)
+    raises("is not UTF-8", read_spec, latin)

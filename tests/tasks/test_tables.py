@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Example, load_task
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.rows import Query, read_labelled, read_queries
@@ -53,7 +53,7 @@ def excel(path, *sheets):
 
 
 def failure(path, **options):
-    return one_line("", read_labelled, path, **options)
+    return raises("", read_labelled, path, **options)
 
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zip": zipped}

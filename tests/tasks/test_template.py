@@ -1,6 +1,6 @@
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks import Template
 
 REVIEW = Template("Review: {text}\nSentiment: {label}")
@@ -35,5 +35,5 @@ def test_user_text_is_never_formatted(text):
     ],
 )
 def test_invalid_format_is_refused_with_an_example(text_format):
-    message = one_line("it needs {text}, then some text, then {label} at the end", Template, text_format)
+    message = raises("it needs {text}, then some text, then {label} at the end", Template, text_format)
     assert "write it like" in message

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl.tasks import Example, Task, Template
 from i2cl.tasks.task import even_quotas
 
@@ -62,7 +62,7 @@ def test_samples_never_change_and_ignore_the_global_random_state():
     ],
 )
 def test_impossible_sample_is_refused(train, shots, message):
-    assert message in one_line("", task(train).sample, shots, 0)
+    assert message in raises("", task(train).sample, shots, 0)
 
 
 def test_queries_are_balanced_and_without_limit_in_file_order():
@@ -75,8 +75,8 @@ def test_queries_are_balanced_and_without_limit_in_file_order():
     assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}  # rest from other classes
     some = task()
     assert some.queries() == some.queries(90) == some.queries(10**6) == some.test
-    one_line("no test examples", task(test=()).queries)
-    one_line("0 queries", task().queries, 0)
+    raises("no test examples", task(test=()).queries)
+    raises("0 queries", task().queries, 0)
 
 
 def test_held_out_shares_no_text_with_the_demonstrations():
@@ -91,7 +91,7 @@ def test_held_out_shares_no_text_with_the_demonstrations():
     few, some = task(train=(6, 20, 20)), task()
     assert counts(few.held_out(20, few.sample(5, 0), 0))[0] == 1  # all that this class has left
     for n in (0, 46):
-        one_line("45 training examples remain", some.held_out, n, some.sample(5, 0), 0)
+        raises("45 training examples remain", some.held_out, n, some.sample(5, 0), 0)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_held_out_shares_no_text_with_the_demonstrations():
     ],
 )
 def test_invalid_label_words_are_refused(labels, message):
-    assert message in one_line("", Task, "bad", labels, Template.plain())
+    assert message in raises("", Task, "bad", labels, Template.plain())
 
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_label_out_of_range_names_the_row(label):
     message = rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
-    one_line(message, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
+    raises(message, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
 
 
 def test_to_dict_round_trips_through_json():
@@ -131,7 +131,7 @@ def test_to_dict_round_trips_through_json():
     ],
 )
 def test_invalid_description_names_the_key(key, value, message):
-    assert message in one_line("", Task.from_dict, {**task().to_dict(), key: value})
+    assert message in raises("", Task.from_dict, {**task().to_dict(), key: value})
 
 
 def test_skewed_makes_odd_classes_rarer():
@@ -165,7 +165,7 @@ def test_quotas_are_even_and_the_remainder_is_seeded():
     ],
 )
 def test_example_of_wrong_types_or_weights_is_refused(fields, message):
-    one_line(message, Example, *fields)
+    raises(message, Example, *fields)
 
 
 @pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1)])
@@ -183,4 +183,4 @@ def test_integer_label_of_another_library_becomes_an_int(one):
     ],
 )
 def test_task_of_wrong_types_is_refused(labels, template, message):
-    one_line(message, Task, "films", labels, template)
+    raises(message, Task, "films", labels, template)

@@ -11,7 +11,7 @@ from experiments.report.synthetic import LLAMA, Page, always_right, failed, grid
 from i2cl.experiments.report.document import build, csv_text, render, write
 from i2cl.storage.layout import CARD
 from i2cl.tasks import Task, Template
-from storage.test_hub import METRICS, made
+from storage.test_hub import METRICS, make_injection
 
 NAMES = {
     "script": "<script>alert(1)</script>",
@@ -79,7 +79,7 @@ def test_figures_are_written_inside_their_folder(tmp_path):
 def test_model_card(name, tmp_path):
     labels = (name.strip(), "good")
     task = Task(name, labels, Template("{text}\n{label}"), title=name)
-    made(task=task, metrics=METRICS, command=f"i2cl fit {name}").save_pretrained(tmp_path / "out")
+    make_injection(task=task, metrics=METRICS, command=f"i2cl fit {name}").save_pretrained(tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / CARD)
     assert card.data.license is None
     assert {one.dataset_type for one in card.data.eval_results} == {name}

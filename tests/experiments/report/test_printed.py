@@ -4,7 +4,7 @@ import pydantic
 import pytest
 
 from experiments.report.synthetic import LLAMA, cells, grid, llama, noted, section, table, texts, trial
-from fitting import one_line
+from fitting import raises
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for, printed_tables
 from i2cl.tasks.generated import SYNTHETIC
@@ -173,7 +173,7 @@ def test_printed_tables_are_validated_and_frozen():
     assert models == ["Llama2-7b", "GPT-J-6B", "GPT2-XL", "Llama3-8B"]
     assert (printed_for("peft", LLAMA) is None, printed_for("peft", GPT2)) == (False, None)
     for ask in (lambda: printed_tables("mian"), lambda: printed_for("mian", LLAMA)):
-        one_line("no table 'mian': use one of main, peft, transfer", ask)
+        raises("no table 'mian': use one of main, peft, transfer", ask)
     common = {"name": "mine", "paper": "Table 0: mine", "model": "mine", "tasks": ("sst2", "mr")}
     for wrong in ({"mean": [1.0]}, {"mean": [1.0, 2.0], "sd": [0.5]}, {"average": 3.0}):
         with pytest.raises(pydantic.ValidationError, match="row 'I2CL': give one number for each"):

@@ -20,7 +20,7 @@ from experiments.report.synthetic import (
     record,
     trial,
 )
-from fitting import one_line
+from fitting import raises
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build, render, write
 
@@ -162,8 +162,8 @@ def test_figure_that_cannot_be_drawn_is_listed_as_missing(monkeypatch, error):
 @pytest.mark.parametrize("formats", [["pdf"], []])
 def test_write_rejects_unknown_formats_and_foreign_files(tmp_path, formats):
     report = build([grid()], trial(), {}, figures=False)
-    one_line("use one or more of md, csv, html", write, report, tmp_path / "out", formats)
+    raises("use one or more of md, csv, html", write, report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
     (tmp_path / "thesis.txt").write_text("mine")
-    one_line("holds other files", write, report, tmp_path)
+    raises("holds other files", write, report, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from fitting import one_line
+from fitting import raises
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.routes import management
@@ -263,7 +263,7 @@ def test_metrics_count_requests_without_task_names(client, service):
 
 
 def test_folder_is_locked_and_shutdown_refuses_new_work(service, open_service, client):
-    one_line("another process serves", open_service)
+    raises("another process serves", open_service)
     service.close()
     assert error_of(client.get("/readyz")) == (503, "stopping")
     assert error_of(client.post(CLASSIFY, json=CLASSIFY_BODY)) == (503, "stopping")
@@ -275,7 +275,7 @@ def test_folder_is_locked_and_shutdown_refuses_new_work(service, open_service, c
 def test_invalid_token_files_are_refused(tmp_path, text):
     file = tmp_path / "tokens"
     file.write_text(text)
-    assert "0123456789abcdef" not in one_line("--token-file", read_tokens, file)
+    assert "0123456789abcdef" not in raises("--token-file", read_tokens, file)
     file.write_text("admin 0123456789abcdef", encoding="utf-8-sig")
     assert read_tokens(file) == {"0123456789abcdef": "admin"}
 

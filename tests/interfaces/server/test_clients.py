@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, Injection, load_task
 from i2cl.interfaces.server.client import Client, ServerError, _retry_after
 
@@ -86,10 +86,10 @@ def test_openai_stream_gives_the_same_label(served):
 
 
 def test_client_reports_an_invalid_url_or_folder(tmp_path):
-    one_line("begin it with http://", Client, "localhost:8000")
+    raises("begin it with http://", Client, "localhost:8000")
     client = Client("http://127.0.0.1:1")
-    one_line("texts is one string", client.classify, "films", "abc")
-    one_line("give a folder that `i2cl fit` wrote", client.upload, "films", tmp_path / "none")
+    raises("texts is one string", client.classify, "films", "abc")
+    raises("give a folder that `i2cl fit` wrote", client.upload, "films", tmp_path / "none")
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_lost_connection_does_not_start_a_fit_twice(proxy):
         client.classify("films", ["a"])
     assert requests == ["/v1/tasks", "/v1/classify", "/v1/classify"]
     client = Client("http://[fe80::beef]", retries=0)
-    one_line("no response from http://.*check that the server runs", client.tasks)
+    raises("no response from http://.*check that the server runs", client.tasks)
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])

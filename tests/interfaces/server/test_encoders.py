@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from fitting import one_line
+from fitting import raises
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from plugin import WordsEncoder
 from processes import until
@@ -101,9 +101,9 @@ def test_server_does_not_start_with_a_missing_encoder(open_service, tmp_path, mo
     folder, wrong = tmp_path / "tasks", [str(tmp_path / "none")]
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.errors.find_spec", lambda module: None)
-        one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", open_service, folder, encoders=wrong)
+        raises(r"a sentence encoder needs .*'i2cl\[embeddings\]'", open_service, folder, encoders=wrong)
     assert not folder.exists()
     if find_spec("sentence_transformers") is None:  # an import would take seconds
         pytest.skip("sentence-transformers is not installed")
-    one_line("encoder folder .*none' does not exist", open_service, folder, encoders=wrong)
+    raises("encoder folder .*none' does not exist", open_service, folder, encoders=wrong)
     assert not folder.exists()

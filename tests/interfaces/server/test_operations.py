@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fitting import one_line
+from fitting import raises
 from i2cl.interfaces.server import guard
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.client import AsyncClient, Client
@@ -74,7 +74,7 @@ def test_clients_close_their_connections():
 
 def test_client_without_httpx_says_what_to_install(monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _: None)
-    one_line(r"the client needs the package httpx2: pip install 'i2cl\[serve\]'", Client, "http://127.0.0.1")
+    raises(r"the client needs the package httpx2: pip install 'i2cl\[serve\]'", Client, "http://127.0.0.1")
 
 
 def test_both_clients_have_the_same_methods():

@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 
 
 def address(program):
-    return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.said()[0]), program=program)[0]
+    return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.output()[0]), program=program)[0]
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def serving(tasks, *options, code=COMMAND):
         yield address(program)
     finally:
         program.process.terminate()
-        code, _, said = program.wait()
-    assert code == 0, said
+        code, _, messages = program.wait()
+    assert code == 0, messages
 
 
 def examples(task, count):
@@ -42,7 +42,7 @@ def examples(task, count):
 def test_process_serves_fits_and_shuts_down_cleanly(tmp_path):
     program = Program(COMMAND, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", 0, "--json")
     url = address(program)
-    assert json.loads(program.said()[0]) == {"address": url, "model": "reference", "tasks": 0}
+    assert json.loads(program.output()[0]) == {"address": url, "model": "reference", "tasks": 0}
     client, task = Client(url), load_task("mood-colour-1")
     job = client.fit(
         "mood", examples(task, 40), task.template.format, settings={"steps": 1}, evaluate=0, shots=2
@@ -68,8 +68,8 @@ def test_process_serves_fits_and_shuts_down_cleanly(tmp_path):
     slow = client.fit("slow", examples(task, 40), task.template.format, method="i2cl", evaluate=0)
     until(lambda: client.job(slow)["last"]["event"] == "step")
     os.kill(program.process.pid, signal.SIGTERM)
-    code, _, said = program.wait()
-    assert (code, said.count("Traceback")) == (0, 0), said
+    code, _, messages = program.wait()
+    assert (code, messages.count("Traceback")) == (0, 0), messages
     with pytest.raises(ServerError, match="check that the server runs"):
         Client(url, retries=0).tasks()
     (record,) = (tmp_path / "tasks" / STATE / "jobs" / slow).glob("job.json")

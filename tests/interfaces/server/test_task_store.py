@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from fitting import one_line
+from fitting import raises
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.task_store import STATE, TaskStore, content_digest
 
@@ -122,13 +122,13 @@ def test_an_artefact_of_another_model_is_refused(store, decoder, tmp_path):
 def test_damaged_names_are_reported(open_store, decoder, tmp_path):
     open_store().put("a", make_injection(decoder, 0))
     (tmp_path / "tasks" / STATE / "tasks.json").write_bytes(b"x" * 8192)
-    one_line("tasks.json' is damaged .*restore it from a backup", open_store)
+    raises("tasks.json' is damaged .*restore it from a backup", open_store)
 
 
 def test_missing_names_are_reported_before_artefacts_are_removed(open_store, decoder, tmp_path):
     digest = open_store().put("a", make_injection(decoder, 0)).digest
     (tmp_path / "tasks" / STATE / "tasks.json").unlink()
-    one_line("tasks.json' is missing", open_store)
+    raises("tasks.json' is missing", open_store)
     assert (tmp_path / "tasks" / STATE / "artefacts" / digest).is_dir()
 
 

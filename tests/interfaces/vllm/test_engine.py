@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import engine
 from i2cl.interfaces.vllm.engine import DROP, LOAD, Core, SlotAllocator
@@ -104,7 +104,7 @@ def test_a_failed_write_frees_the_slot(core, message):
     for _ in range(2):
         with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
             core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
-        one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
+        raises("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
     core.message = [None, None]
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert [method for method, *_ in core.sent] == [write_edit] * 3
@@ -113,7 +113,7 @@ def test_a_failed_write_frees_the_slot(core, message):
 
 def test_a_task_cannot_be_loaded_while_the_engine_sleeps(core):
     core.model_executor.is_sleeping = True
-    one_line(r"asleep: wake it up \(POST /wake_up\)", core.collective_rpc, LOAD, None, (ONE.rows, ONE.scales))
+    raises(r"asleep: wake it up \(POST /wake_up\)", core.collective_rpc, LOAD, None, (ONE.rows, ONE.scales))
     core.model_executor.is_sleeping = False
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert core.sent == [(write_edit, 1, ONE.digest, ONE.rows, ONE.scales)]
@@ -142,7 +142,7 @@ def test_the_executor_gets_the_settings_or_the_start_fails(core):
     assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64
     assert config.additional_config["other"] == 1
     assert Core.current.slots.count == 64
-    one_line("LoRA", Executor, vllm_config(lora_config=object()))
+    raises("LoRA", Executor, vllm_config(lora_config=object()))
 
 
 def test_the_canary_runs_once_before_the_first_request(core, monkeypatch):
@@ -174,7 +174,7 @@ def test_slot_is_not_reused_while_a_request_needs_it(slots, written):
     running = Running()
     slots.admit("a", running)
     slots.drop("a")
-    one_line(r'all 2 slots hold tasks.*"slots": 4', slots.load, "c", written.append)
+    raises(r'all 2 slots hold tasks.*"slots": 4', slots.load, "c", written.append)
     del running
     assert slots.load("c", written.append) == 1
     assert slots.load("b", written.append) == 2
@@ -185,13 +185,13 @@ def test_dropped_edit_is_admitted_until_its_slot_is_reused(slots, written):
     late = Running()
     slots.drop("a")
     slots.admit("a", late)  # its front end admitted it before the drop
-    one_line("all 2 slots", slots.load, "c", written.append)
+    raises("all 2 slots", slots.load, "c", written.append)
     assert slots.load("a", written.append) == 1
     slots.drop("a")
     del late
     slots.load("c", written.append)
     for digest in ("a", "never"):
-        one_line("dropped before it began", slots.admit, digest, Running())
+        raises("dropped before it began", slots.admit, digest, Running())
     slots.drop("never")
 
 
@@ -242,9 +242,9 @@ def test_the_canary_detects_missing_edits(edited, fault):
     if fault is None:
         engine.require_edited(*value)
     else:
-        one_line(fault, engine.require_edited, *value)
+        raises(fault, engine.require_edited, *value)
 
 
 def test_the_canary_fails_on_nan():
     plain, broken = torch.zeros(4), torch.full((4,), torch.nan)
-    one_line("does not work", engine.require_edited, plain, broken, broken)
+    raises("does not work", engine.require_edited, plain, broken, broken)

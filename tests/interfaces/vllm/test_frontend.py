@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from fitting import one_line, weighted
+from fitting import raises, weighted
 from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.support import DIGEST
@@ -99,7 +99,7 @@ def test_a_shared_edit_stays_loaded_until_both_its_tasks_are_dropped(llm, base, 
     assert llm.loaded
     frontend.drop(llm, "b")
     assert not llm.loaded
-    one_line(r"no task 'b' is loaded \(of 0\)", frontend.drop, llm, "b")
+    raises(r"no task 'b' is loaded \(of 0\)", frontend.drop, llm, "b")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_shared_edit_stays_loaded_until_both_its_tasks_are_dropped(llm, base, 
 )
 def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason):
     frontend.load(llm, "mood", injection_for(base, task))
-    one_line(reason, frontend.TASKS.admit, SimpleNamespace(extra_args=extra))
+    raises(reason, frontend.TASKS.admit, SimpleNamespace(extra_args=extra))
     for plain in (None, {}, {"other": 1}):
         request = SimpleNamespace(extra_args=plain)
         frontend.TASKS.admit(request)
@@ -125,7 +125,7 @@ def test_verify_calls_the_original_and_rejects_unknown_tasks(llm):
     verify = partial(frontend.wrap_verify, lambda params, *args: calls.append(args))
     verify(params(), "config")
     assert calls == [("config",)]
-    one_line("no task", verify, params(i2cl="a"), "config")
+    raises("no task", verify, params(i2cl="a"), "config")
 
 
 class Body(BaseModel):
@@ -179,8 +179,8 @@ def test_requests_without_a_misplaced_task_are_unaffected(llm, base, task):
 def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):
     other = injection_for(base, task)
     other = replace(other, base=replace(other.base, weights="0" * 16))
-    one_line("weights", frontend.load, llm, "a", other)
-    one_line("needs a name", frontend.load, llm, " ", injection_for(base, task))
+    raises("weights", frontend.load, llm, "a", other)
+    raises("needs a name", frontend.load, llm, " ", injection_for(base, task))
     assert not llm.sent
     assert not frontend.TASKS.by_name
     frontend.load(llm, "a", other, force=True)
@@ -190,4 +190,4 @@ def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):
         ([" "], ["a"], "text 1 is empty"),
         (["x"], ["b"], "no task 'b'"),
     ):
-        one_line(reason, frontend.classify, llm, texts, names)
+        raises(reason, frontend.classify, llm, texts, names)

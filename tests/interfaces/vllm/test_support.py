@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fitting import one_line
+from fitting import raises
 from i2cl.interfaces.vllm.support import (
     ANY_VERSION_ENV,
     DEFAULT_SLOTS,
@@ -25,7 +25,7 @@ from .standins import vllm_config
 
 def test_an_untested_version_is_rejected_without_override(monkeypatch):
     require_version("0.32.1+cpu")
-    one_line(rf"vLLM 0\.33\.0 was not tested .*{ANY_VERSION_ENV}=1", require_version, "0.33.0")
+    raises(rf"vLLM 0\.33\.0 was not tested .*{ANY_VERSION_ENV}=1", require_version, "0.33.0")
     monkeypatch.setenv(ANY_VERSION_ENV, "1")
     require_version("0.33.0")
 
@@ -50,7 +50,7 @@ REFUSED = {
 def test_unsupported_configurations_are_rejected(field):
     require_supported(vllm_config())
     value, reason = REFUSED[field]
-    one_line(reason, require_supported, vllm_config(**{field: value}))
+    raises(reason, require_supported, vllm_config(**{field: value}))
 
 
 def test_the_plugin_version_is_part_of_the_compile_key():
@@ -61,7 +61,7 @@ def test_the_plugin_version_is_part_of_the_compile_key():
 
 @pytest.mark.parametrize("given", [{"slots": 1}, {"slots": "8"}, {"slots": True}, {"slot": 8}, 8])
 def test_invalid_settings_are_rejected(given):
-    one_line("additional_config", plugin_settings, vllm_config(additional_config={"i2cl": given}))
+    raises("additional_config", plugin_settings, vllm_config(additional_config={"i2cl": given}))
 
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import raises
 from i2cl import ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import digest_of
@@ -110,7 +110,7 @@ def test_v1_ignores_other_models_and_rejects_unwritten_edits(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
     assert wrap_model_forward(lambda *args: args[1:], runner, 1, 2, 3, 4) == (1, 2, 3, 4)
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
-    one_line("no edit gone", wrap_model_forward, lambda *args: None, runner, torch.zeros(1))
+    raises("no edit gone", wrap_model_forward, lambda *args: None, runner, torch.zeros(1))
 
 
 def test_each_token_is_edited_like_in_the_library(model):
@@ -185,7 +185,7 @@ def test_another_depth_and_partial_sums_are_rejected(model):
 
     model = Llama(vllm_config=vllm_config())
     model.model.layers[1].mlp.down_proj = Part(D, D)
-    one_line("partial sum", find_sublayers, model, "LlamaForCausalLM")
+    raises("partial sum", find_sublayers, model, "LlamaForCausalLM")
 
 
 def test_failed_write_returns_its_error_and_leaves_the_worker_usable():
@@ -222,7 +222,7 @@ def test_plain_requests_have_no_digest():
 
 def test_unsupported_injections_are_rejected(decoder, task):
     injection = injection_for(decoder, task)
-    one_line("on positions 'last'", PackedEdit.of_injection, replace(injection, positions="last"))
+    raises("on positions 'last'", PackedEdit.of_injection, replace(injection, positions="last"))
     hidden = {"context": injection.context[:, :1], "coefficients": injection.coefficients[:, :1]}
     hidden = replace(injection, extraction=ExtractConfig(sublayers="hidden"), **hidden)
     with pytest.raises(I2CLError, match="block outputs"):

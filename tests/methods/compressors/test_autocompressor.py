@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressed import golden
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder
 from i2cl.methods.compressors.autocompressor import summarizer
 from i2cl.methods.compressors.base import hidden_states
@@ -100,17 +100,17 @@ def test_embeddings_of_another_width_are_refused(release, tmp_path):
     tensors["embed_summary.weight"] = tensors["embed_summary.weight"][:, :31].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     message = r"embed_summary.weight .* has shape \(5, 31\), but this model needs \(5, 32\)"
-    one_line(message, release.fitted, release.decoder(tmp_path), "autocompressor")
+    raises(message, release.fitted, release.decoder(tmp_path), "autocompressor")
 
 
 def test_demonstrations_that_do_not_fit_are_refused(decoder, release):
     message = r"demonstration 1 takes 30 tokens, and a segment after 0 .* holds 29"
-    one_line(message, release.fitted, decoder, "autocompressor", segment=29)
+    raises(message, release.fitted, decoder, "autocompressor", segment=29)
     short = release.decoder()
     short.max_length = 60
     if "llama" in release.name:
         message = r"summary vectors holds \d+: use shorter"
-        one_line(message, release.fitted, short, "autocompressor", shown=release.shown * 4)
+        raises(message, release.fitted, short, "autocompressor", shown=release.shown * 4)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def pickled(release, tmp_path):
 
 def rewritten(folder):
     """Convert a folder with the code that the error message suggests."""
-    line = one_line("has only pickle weights", Decoder.from_pretrained, str(folder))
+    line = raises("has only pickle weights", Decoder.from_pretrained, str(folder))
     exec(line.partition("without running any, with ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
     return Decoder.from_pretrained(str(folder), device="cpu")
 
@@ -149,5 +149,5 @@ def test_code_in_a_pickle_is_not_run(release, pickled):
         rewritten(pickled)
     release.decoder().model.save_pretrained(pickled)
     decoder = Decoder.from_pretrained(str(pickled), device="cpu")
-    one_line("would run code when loaded", release.fitted, decoder, "autocompressor")
+    raises("would run code when loaded", release.fitted, decoder, "autocompressor")
     assert not ran.exists()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from compressed import CLOSE, golden, with_compressor
-from fitting import one_line
+from fitting import raises
 from i2cl import Decoder, Example
 from i2cl.methods.compressors.cepe import context_encoder
 from i2cl.models.batching import make_batch, pack_batch
@@ -86,7 +86,7 @@ LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
     ],
 )
 def test_incomplete_or_mismatched_checkpoints_are_refused(release, tmp_path, tensors, settings, message):
-    one_line(message, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
+    raises(message, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
 
 
 def test_an_encoder_is_loaded_once_per_dtype_and_does_not_keep_its_model(tmp_path):

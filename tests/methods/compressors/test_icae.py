@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressed import golden
-from fitting import one_line
+from fitting import raises
 from i2cl.methods.compressors import icae
 from i2cl.methods.compressors.icae import (
     MEMORY,
@@ -156,17 +156,17 @@ def test_a_compressor_of_another_model_is_refused(decoder, options, tmp_path, na
     tensors[name] = change(tensors.get(name))
     path = tmp_path / "icae.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items() if value is not None}, path)
-    one_line(message, auto_encoder, decoder, ICAEConfig(compressor=str(path)))
+    raises(message, auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
 def test_wrong_sizes_and_token_ids_are_refused(decoder, options, tmp_path, release):
     tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
     save_file(tensors, tmp_path / "icae.safetensors")
     config = ICAEConfig(compressor=str(tmp_path / "icae.safetensors"))
-    one_line(r"adapts 4 projections, but .* has 6", auto_encoder, decoder, config)
+    raises(r"adapts 4 projections, but .* has 6", auto_encoder, decoder, config)
     short = release.decoder()
     short.max_length = 20
-    one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
+    raises(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
 
 
 def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, tmp_path):
@@ -180,4 +180,4 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
 
 
 def test_too_long_file_name_is_refused(decoder, release):
-    one_line("cannot be a file", release.fitted, decoder, "icae", compressor="x" * 300)
+    raises("cannot be a file", release.fitted, decoder, "icae", compressor="x" * 300)
