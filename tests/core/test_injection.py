@@ -192,8 +192,10 @@ def test_word_weights_are_saved(saved, tmp_path):
     torch.testing.assert_close(*scores[:2])  # to rounding: their strides differ
     assert not torch.allclose(*scores[1:])
     assert Injection.from_pretrained(saved).word_weights is None
-    raises("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
-    raises(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
+    raises(
+        "with scoring 'sequence' and 2 labels", make_injection, scoring="sequence", word_weights=torch.eye(2)
+    )
+    raises(r"\(5, 5\) with scoring 'words' and 2", make_injection, scoring="words", word_weights=torch.eye(5))
     other = weighted.with_head(word_weights=torch.ones(99, 2))
     raises("word weights have .*fit it again", other.log_probs, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())

@@ -1,7 +1,5 @@
 """Running single cells of a grid, and their records."""
 
-from functools import partial
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -91,8 +89,14 @@ def test_move_cell_injects_another_tasks_fit(bench):
     assert outcome.coefficients == source.injection.coefficients.tolist()
 
 
+class ShortCalibration(CalibrationConfig):
+    """Few epochs by default."""
+
+    epochs: int = 3
+
+
 def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
-    monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", partial(CalibrationConfig, epochs=3))
+    monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", ShortCalibration)
     for task in (ONE, OTHER):
         keep_short(bench, task)
     outcome = bench.run(cell(study="transfer", sources=(OTHER,)))

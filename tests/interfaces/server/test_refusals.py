@@ -150,7 +150,7 @@ def test_errors_of_texts_name_position_limit_and_hint(client):
     long, many = ({"model": "films", "input": texts} for texts in ([TEXT, "long " * 3000], ["a"] * 3000))
     outcome = client.post(CLASSIFY, json=long).json()["error"]
     assert re.match(
-        r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", outcome["message"]
+        r"text 2 takes [\d,]+ tokens with its prompt, and [\d,]+ fit .*: shorten it", outcome["message"]
     )
     assert outcome["hint"] == "shorten it"
     outcome = client.post(CLASSIFY, json=many).json()["error"]
