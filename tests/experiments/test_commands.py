@@ -109,6 +109,18 @@ def test_tasks_and_against_options(tmp_path, stdout, reported, refused):
     assert "did you mean 'Few-shot (ICL)'" in refused(*report, words[1], "--against", "Few-shot")
 
 
+def test_report_of_all_experiments_counts_the_cells_of_other_grids(tmp_path, call):
+    before, after = GRID.split("rows = [")[0], GRID.split("]\n")[-1]
+    row = '{ name = "mine", method = "zero_shot", options = { scoring = "sequence" } }'
+    grid = f"{before}rows = [{row}]\n{after}"
+    assert call(*written(tmp_path, "--seeds", "1", "--limit", "4", grid=grid))[0] == 0
+    report = ("report", tmp_path / "store", "--formats", "md")
+    code, _, err = call(*report)
+    assert code == 0
+    assert "2 of 2 cells belong to no built-in experiment: name the TOML files" in err
+    assert "built-in" not in call(*report, "--experiments", tmp_path / "mine.toml")[2]
+
+
 def test_restrict_tasks_and_compare_with():
     main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
     result = restrict_tasks([main_grid, real, chat], ["intents", "sst2", "rte"])

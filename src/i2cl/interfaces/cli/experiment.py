@@ -228,6 +228,11 @@ def report(
         ]
     if against is not None:
         chosen = compare_with(chosen, against)
+    rows = [row for experiment in chosen for row in experiment.rows]
+    unused = sum(not any(row.holds(record.cell) for row in rows) for record in records)
+    if names == "all" and unused:
+        hint = "name the TOML files that ran them with --experiments"
+        console.note(f"{unused:,} of {len(records):,} cells belong to no built-in experiment: {hint}")
     built = build(chosen, records, opened.vectors())
     written = [str(path) for path in write(built, out or store / "report", wanted)]
     console.answer(written, "\n".join(written), as_json=json)
