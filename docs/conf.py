@@ -27,6 +27,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"i2cl\..*\.[A-Z]"),  # type variables
     (r"py:.*", r"i2cl\.(core\.weights|injections\.ensemble)\._\w+"),  # validators in an annotated type
+    (r"py:.*", r"i2cl\.models\.training\.Settings"),  # base class of the settings, which are all documented
     (r"py:.*", r"(?!i2cl\.).*"),  # of other libraries: their inventories are a request each
 ]
 
