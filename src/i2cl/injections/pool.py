@@ -58,7 +58,7 @@ class LoadedTask:
 
 @dataclass(frozen=True, eq=False)
 class TaskQuery:
-    """An encoded text, with the task as it was loaded when the text was encoded."""
+    """An encoded text, and the version of its task that was loaded when the text was encoded."""
 
     task: LoadedTask
     ids: Ids  # token ids of the query

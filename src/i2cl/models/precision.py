@@ -106,7 +106,7 @@ def dequantize(module: Any, parameter: Any) -> Tensor | None:
 
 
 def disable_4bit_repacking(model: PreTrainedModel) -> None:
-    """Make bitsandbytes' 4-bit layers on a CPU differentiable, by keeping their weights as they are.
+    """Make bitsandbytes' 4-bit layers differentiable on a CPU, by not repacking their weights.
 
     On some CPUs the first forward would repack the weights in place for kernels without gradients
     (`bitsandbytes.nn.Linear4bit.forward`).
