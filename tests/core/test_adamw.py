@@ -107,7 +107,7 @@ def test_the_schedule_depends_on_the_number_of_demonstrations():
     taken = [plan.adamw_schedule(count) for count in (1, 16, 77, 150, 385, 2000)]
     assert [one.batch_size for one in taken] == [4, 4, 4, 7, 8, 8]
     assert [one.epochs for one in taken] == [240, 60, 12, 11, 5, 5]
-    assert [plan.adamw_schedule(count, words=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
+    assert [plan.adamw_schedule(count, word_level=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
     assert [plan.adamw_schedule(count).epochs for count in (2560, 4096, 6400, 15000)] == [5, 4, 2, 1]
 
 

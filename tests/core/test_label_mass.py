@@ -24,7 +24,7 @@ SHOWN = tuple(Example(text, label) for text, label in GIVEN)
 WORDS = LabelTokens(
     ((40, 7), (90,), (40, 200, 11)),
     full_sequences=False,
-    words=((40, 7), (90,), (40, 200, 11)),
+    word_tokens=((40, 7), (90,), (40, 200, 11)),
     keywords=(40, 90, 200),
 )
 

@@ -29,9 +29,9 @@ GB = 10**9
         (SMALL, "gauss_newton"),
         (FitSize(128, 5, 1000), "gauss_newton"),
         (FitSize(129, 5, 1000), "adamw"),
-        (FitSize(129, 5, 1000, words=True), "gauss_newton"),
-        (FitSize(24, 24, 1000, words=True), "gauss_newton"),
-        (FitSize(385, 77, 1000, words=True), "adamw"),
+        (FitSize(129, 5, 1000, word_level=True), "gauss_newton"),
+        (FitSize(24, 24, 1000, word_level=True), "gauss_newton"),
+        (FitSize(385, 77, 1000, word_level=True), "adamw"),
     ],
 )
 def test_the_number_of_examples_and_wrong_labels_decides(size, solver):
@@ -67,12 +67,12 @@ def test_a_fit_that_is_too_large_is_refused(size, memory, solver, message):
 
 
 def test_the_cost_grows_with_labels_and_steps():
-    def passes(labels, steps=4, words=False):
-        return plan_fit(FitSize(10, labels, 1000, words), GB, steps=steps).passes
+    def passes(labels, steps=4, word_level=False):
+        return plan_fit(FitSize(10, labels, 1000, word_level), GB, steps=steps).passes
 
     assert passes(2) < passes(3) < passes(10)
     assert passes(10, steps=1) < passes(10, steps=2) < passes(10, steps=4)
-    assert passes(24) < passes(24, words=True)  # fits most examples later
+    assert passes(24) < passes(24, word_level=True)  # fits most examples later
 
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])

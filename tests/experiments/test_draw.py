@@ -128,7 +128,7 @@ def test_the_estimate_is_that_of_the_plan(decoder, fast):
     speed = module._Speed.of(decoder, task, ANCHORED)
     labels = speed.scorer.labels
     parameters = decoder.layers * 2 * decoder.d_model + len(labels.tokens) * 3
-    plan = plan_fit(FitSize(12, 3, parameters, words=True), 1e9)
+    plan = plan_fit(FitSize(12, 3, parameters, word_level=True), 1e9)
     assert speed.estimate(task.train) == pytest.approx(plan.passes * tokens_of(speed, task.train))
 
 

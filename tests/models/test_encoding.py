@@ -314,7 +314,10 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d", "aea")
     result = find_label_tokens(decoder.encoder, template, labels, "words")
     assert (result.full_sequences, result.tokens_after_query) == (False, 0)
-    assert result.words == (*map(decoder.encoder.plain_ids, labels[:3]), decoder.encoder.plain_ids("ae"))
+    assert result.word_tokens == (
+        *map(decoder.encoder.plain_ids, labels[:3]),
+        decoder.encoder.plain_ids("ae"),
+    )
     assert len(result.tokens) == 5
     many, once = math.log1p(4 / 3), math.log1p(4)
     wide = torch.randn(2, 3, len(decoder.tokenizer))
@@ -345,10 +348,10 @@ def test_word_weights_of_a_fit_are_used(decoder):
 )
 def test_labels_of_the_same_words_get_a_token_each(decoder, labels):
     result = find_label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
-    assert len(set(map(frozenset, result.words))) == len(labels)
+    assert len(set(map(frozenset, result.word_tokens))) == len(labels)
     if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
         first, second, _ = result.keywords
-        assert result.words == ((first,), (second,), decoder.encoder.plain_ids("cd"))
+        assert result.word_tokens == ((first,), (second,), decoder.encoder.plain_ids("cd"))
         assert first != second
 
 

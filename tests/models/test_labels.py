@@ -142,7 +142,7 @@ def test_long_augmenting_paths_are_supported():
 @pytest.mark.parametrize("fitted", [False, True])
 def test_token_of_probability_zero_excludes_only_its_labels(fitted):
     labels = LabelTokens(
-        ((1, 4), (2,), (3, 5)), full_sequences=False, words=((1, 4), (2,), (3, 5)), keywords=(1, 2, 3)
+        ((1, 4), (2,), (3, 5)), full_sequences=False, word_tokens=((1, 4), (2,), (3, 5)), keywords=(1, 2, 3)
     )
     if fitted:
         labels = labels.with_word_weights(labels.word_weights + 0.001)

@@ -52,7 +52,7 @@ def fit_adamw(
     queries = [objective.queries[row] for row in monitored]
     zeros = torch.zeros(objective.vector_size)
     tokens = token_scores(decoder, queries, labels, objective.edit(zeros))
-    if labels.words:
+    if labels.word_tokens:
         objective.fit_words(tokens)
         zeros = torch.zeros(objective.size.parameters)
     start_loss = objective.mean_loss(objective.start_scores(tokens), monitored)
@@ -60,7 +60,7 @@ def fit_adamw(
         return Solution(zeros, None, (start_loss,))
     loss = _Loss(objective, torch.nn.Parameter(zeros.clone()), tau)
     parameters = loss.parameters
-    schedule = adamw_schedule(count, words=bool(labels.words))
+    schedule = adamw_schedule(count, word_level=bool(labels.word_tokens))
     epoch_losses = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
     parameters.requires_grad_(False)
     tokens = token_scores(decoder, queries, labels, objective.edit(parameters))

@@ -363,7 +363,7 @@ class Injection:
         self.require_base(decoder, force=force)
         self.task.require_single_label("label_log_mass")
         scorer = self.scorer(decoder)
-        if scorer.labels.words:
+        if scorer.labels.word_tokens:
             raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
         return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
 

@@ -67,8 +67,8 @@ class Objective:
         demonstrations: labelled examples.
         sublayers: which sublayers have a vector.
         unit: factor from parameters to vectors; set by `linearize_start` or `set_unit_by_gold`.
-        words: the word weights, once `linearize_start` or `fit_words` has added them; None without word-level
-            scoring.
+        word_parameters: the word weights, once `linearize_start` or `fit_words` has added them; None
+            without word-level scoring.
     """
 
     scorer: LabelScorer
@@ -86,7 +86,7 @@ class Objective:
         self.hook_point = ExtractConfig(sublayers=self.sublayers).hook_point
         active = torch.tensor(ACTIVE_SUBLAYERS[self.sublayers]).float()[:, None]
         self.unit = active.expand(decoder.layers, -1, decoder.d_model)
-        self.words: WordWeights | None = None
+        self.word_parameters: WordWeights | None = None
 
     @property
     def vector_size(self) -> int:
@@ -97,7 +97,7 @@ class Objective:
     def size(self) -> FitSize:
         """Size of the fit."""
         labels = self.scorer.labels
-        words = len(labels.tokens) * len(labels.sequences) if labels.words else 0
+        words = len(labels.tokens) * len(labels.sequences) if labels.word_tokens else 0
         return FitSize(len(self.queries), len(labels.sequences), self.vector_size + words, words > 0)
 
     @property
@@ -116,9 +116,9 @@ class Objective:
 
     def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "tokens labels"] | None:
         """Convert parameters to word weights; None without word-level scoring."""
-        if self.words is None:
+        if self.word_parameters is None:
             return None
-        return self.words.at(parameters[self.vector_size :].view_as(self.words.start))
+        return self.word_parameters.at(parameters[self.vector_size :].view_as(self.word_parameters.start))
 
     def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
         """Return the label tokens with the word weights of these parameters, if any."""
@@ -146,7 +146,7 @@ class Objective:
         tokens = self._differentiate(jacobian, zeros, self.rows, self._directions())
         factor, variance = self._set_unit(self._score_variance(vector_columns))
         vector_columns.mul_(factor)
-        if labels.words:
+        if labels.word_tokens:
             self.fit_words(tokens, variance)
             self._differentiate_words(jacobian, tokens, self.rows)
         scores = self.start_scores(tokens)
@@ -211,9 +211,9 @@ class Objective:
                 weights is set so that they add `WORD_SHARE` of it. AdamW, whose steps do not depend on the
                 unit of a gradient, keeps the unit of a single sublayer.
         """
-        self.words = WordWeights(self.scorer.labels, tokens)
+        self.word_parameters = WordWeights(self.scorer.labels, tokens)
         if variance is not None:
-            self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
+            self.word_parameters.unit *= (WORD_SHARE * variance / self.word_parameters.start.numel()) ** 0.5
 
     def set_unit_by_gold(self, max_examples: int = MAX_UNIT_EXAMPLES) -> float:
         """Set the unit from the gold labels of up to ``max_examples`` demonstrations.
@@ -319,9 +319,9 @@ class Objective:
         rows: Sequence[int],
     ) -> None:
         """Write the derivatives of the pairs of some rows with respect to the word weights, if any."""
-        if self.words is not None:
+        if self.word_parameters is not None:
             directions = self._directions()[list(rows)]
-            jacobian[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
+            jacobian[list(rows), :, self.vector_size :] = self.word_parameters.jacobian(tokens, directions)
 
     @property
     def _row_bytes(self) -> int:

@@ -49,13 +49,13 @@ class FitSize:
         examples: number of demonstrations.
         labels: number of labels.
         parameters: number of fitted values.
-        words: whether labels are scored by their words.
+        word_level: whether labels are scored by their words.
     """
 
     examples: int
     labels: int
     parameters: int
-    words: bool = False
+    word_level: bool = False
 
     @property
     def pairs(self) -> int:
@@ -103,7 +103,7 @@ def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int =
     Raises:
         I2CLError: if the fit is too large for the requested solver, or for the memory.
     """
-    usual_limit = MAX_WORD_KERNEL_PAIRS if size.words else MAX_KERNEL_PAIRS
+    usual_limit = MAX_WORD_KERNEL_PAIRS if size.word_level else MAX_KERNEL_PAIRS
     limit = MAX_REQUESTED_PAIRS if solver == "gauss_newton" else usual_limit
     needed = f"the Gauss-Newton solver needs {size.kernel_bytes / 1e9:.3g} GB"
     available = f"{memory / 1e9:.3g} GB may be used"
@@ -127,25 +127,25 @@ def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
     first_step = linearization + 1
     if steps <= 1:
         return FitPlan("gauss_newton", first_step + TRAINING_FORWARD)
-    share = LATER_WORD_STEP if size.words else LATER_STEP
+    share = LATER_WORD_STEP if size.word_level else LATER_STEP
     later_steps = (steps - 1) * (share * linearization + RETRIES)
     return FitPlan("gauss_newton", first_step + later_steps + TRAINING_FORWARD)
 
 
 def _adamw(size: FitSize, warning: str) -> FitPlan:
-    schedule = adamw_schedule(size.examples, words=size.words)
+    schedule = adamw_schedule(size.examples, word_level=size.word_level)
     epoch = TRAINING_FORWARD + BACKWARD
     return FitPlan("adamw", (schedule.epochs + 1) * epoch, schedule.batch_size, warning)
 
 
-def adamw_schedule(examples: int, *, words: bool = False) -> TrainConfig:
+def adamw_schedule(examples: int, *, word_level: bool = False) -> TrainConfig:
     """Return epochs, batch size and learning rates for a number of examples.
 
-    ``words``: whether scoring is word-level, which fits word weights too.
+    ``word_level``: whether scoring is word-level, which fits word weights too.
     """
-    default = ADAMW_WORDS if words else ADAMW
+    default = ADAMW_WORDS if word_level else ADAMW
     batch_size = default.batch_size
-    if not words:
+    if not word_level:
         small_batch = math.ceil(examples * MAX_EPOCHS_BY_BATCH / MIN_ADAMW_STEPS)
         batch_size = min(max(small_batch, MIN_BATCH_SIZE), batch_size)
     min_epochs = math.ceil(MIN_ADAMW_STEPS / math.ceil(examples / batch_size))

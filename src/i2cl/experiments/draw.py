@@ -292,7 +292,7 @@ class _Speed:
         if isinstance(method, Anchored):
             labels, config = self.scorer.labels, method.anchoring
             vectors = decoder.layers * len(ACTIVE_SUBLAYERS[config.sublayers])
-            words = len(labels.tokens) * len(labels.sequences) if labels.words else 0
+            words = len(labels.tokens) * len(labels.sequences) if labels.word_tokens else 0
             count = len(labels.sequences) + (labels.reference is not None)
             size = FitSize(len(shown), count, vectors * decoder.d_model + words, words > 0)
             return plan_fit(size, fit_memory(config.memory), config.solver, config.steps)

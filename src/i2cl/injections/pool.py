@@ -216,7 +216,7 @@ class InjectionPool:
                 row_labels = task.scorer.labels
                 label_scores = padded[: len(row_labels.sequences)]
                 log_probs = task.head.log_probs(label_scores, text_scores.get(row))
-                mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
+                mass = None if row_labels.word_tokens else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]
 

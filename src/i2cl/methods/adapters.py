@@ -103,7 +103,7 @@ class AdapterMethod(Method):
             queries = scorer.queries([example.text for example in demonstrations])
             likelihood = LabelLikelihood(adapted_decoder, queries, scorer.labels, gold, among_labels=words)
             word_weights, weight_changes = None, []
-            if training.word_weights and not (words and scorer.labels.words):
+            if training.word_weights and not (words and scorer.labels.word_tokens):
                 raise I2CLError("word_weights requires scoring=words and loss=labels: set them too (--set)")
             if training.word_weights:
                 word_weights = WordWeights(

@@ -47,7 +47,7 @@ class LabelTokens:
         full_sequences: whether full sequences are scored.
         query_suffix: text between the template's query and the label, such as a newline; it becomes part of
             the query.
-        words: for word-level scoring, the distinct tokens of each label that enter its score; otherwise
+        word_tokens: for word-level scoring, the distinct tokens of each label that enter its score; otherwise
             empty.
         keywords: for word-level scoring, a different token for each label (`choose_keywords`); otherwise
             empty.
@@ -59,7 +59,7 @@ class LabelTokens:
     sequences: tuple[Ids, ...]
     full_sequences: bool
     query_suffix: str = ""
-    words: tuple[Ids, ...] = ()
+    word_tokens: tuple[Ids, ...] = ()
     keywords: Ids = ()
     fitted_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
     reference: int | None = None
@@ -72,7 +72,9 @@ class LabelTokens:
     @cached_property
     def tokens(self) -> Ids:
         """Tokens whose log-probabilities after the query yield the label scores, unless `full_sequences`."""
-        tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.representatives
+        tokens = (
+            tuple(dict.fromkeys(token for ids in self.word_tokens for token in ids)) or self.representatives
+        )
         return tokens if self.reference is None else (*tokens, self.reference)
 
     @cached_property
@@ -85,11 +87,11 @@ class LabelTokens:
         if self.fitted_weights is not None:
             return self.fitted_weights
         row_of = {token: row for row, token in enumerate(self.tokens)}
-        label_counts = Counter(token for ids in self.words for token in ids)
-        weights = torch.zeros(len(row_of), len(self.words))
-        for label, ids in enumerate(self.words):
+        label_counts = Counter(token for ids in self.word_tokens for token in ids)
+        weights = torch.zeros(len(row_of), len(self.word_tokens))
+        for label, ids in enumerate(self.word_tokens):
             for token in ids:
-                weights[row_of[token], label] = math.log1p(len(self.words) / label_counts[token])
+                weights[row_of[token], label] = math.log1p(len(self.word_tokens) / label_counts[token])
         weights = weights / weights.sum(0)
         if self.reference is not None:
             weights[-1] = -1.0
@@ -110,13 +112,13 @@ class LabelTokens:
 
     def scores_from_tokens(self, tokens: Float[Tensor, "*rows tokens"]) -> Float[Tensor, "*rows labels"]:
         """Compute label scores from the values of the `tokens`."""
-        if not self.words:
+        if not self.word_tokens:
             return tokens
         return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.word_weights.to(tokens)
 
     def at_representatives(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Return logits with each label's score at its representative, as the head of an export does."""
-        if not self.words:
+        if not self.word_tokens:
             return logits
         replaced = logits.clone()
         replaced[..., list(self.representatives)] = self.scores(logits)
@@ -207,7 +209,7 @@ def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Seque
             for ids, keyword in zip(words, keywords, strict=True)
         ]
         set_counts = Counter(map(frozenset, words))
-    return LabelTokens(tuple(sequences), full_sequences=False, words=tuple(words), keywords=keywords)
+    return LabelTokens(tuple(sequences), full_sequences=False, word_tokens=tuple(words), keywords=keywords)
 
 
 def _with_reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> LabelTokens:

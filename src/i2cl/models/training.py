@@ -124,7 +124,7 @@ class LabelLikelihood:
         *,
         among_labels: bool,
     ) -> None:
-        if not among_labels and labels.words:
+        if not among_labels and labels.word_tokens:
             raise I2CLError("scoring='words' compares labels with each other: set loss='labels' as well")
         if among_labels and labels.full_sequences:
             raise I2CLError("loss='labels' cannot score full sequences: use scoring='words'")

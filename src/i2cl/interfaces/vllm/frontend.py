@@ -142,7 +142,7 @@ class ServedTask:
             math.fsum(edges[ids[:place], token] for place, token in enumerate(ids)) for ids in self._label_ids
         ]
         scores = tokens.scores_from_tokens(torch.tensor(sums))
-        mass = None if tokens.words else float(scores.logsumexp(-1).exp())
+        mass = None if tokens.word_tokens else float(scores.logsumexp(-1).exp())
         log_probs = self.head.log_probs(scores)
         return Answer(self.labels[int(log_probs.argmax())], log_probs, mass)
 
