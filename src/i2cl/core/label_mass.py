@@ -8,13 +8,14 @@ most probable label stays the same. This is exact for an RMSNorm and approximate
 the answers on the demonstrations are checked. Within the remaining space, the vector maximizes the labels'
 total probability after the demonstrations' queries, with a ridge penalty on its length.
 
-It costs one forward pass over the demonstrations, and about thirty of the final norm and the LM head.
+It costs one forward pass over the demonstrations, and ten to thirty forward and backward passes of the final
+norm and the LM head.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +30,10 @@ from i2cl.models.training import Backward
 
 RIDGE = 0.001  # nats per mean(u^2), where the vector is u times the root mean square of the residual stream
 MAX_EVALUATIONS = 60
+# The search ends at this mean loss, or at an iteration that gains less, both in nats. On other texts, twice as
+# many evaluations would add less than half a point to the labels' probability.
+TARGET_LOSS = 1e-3
+MIN_GAIN = 1e-4
 MIN_NORM = 1e-3  # share of the stream's norm below which a vector that still changes an answer is dropped
 BATCH_ROWS = 128  # rows that run together; each has the logits of a whole vocabulary
 
@@ -57,16 +62,17 @@ def raise_label_mass(
     output_layers = _OutputLayers(decoder, labels)
     with decoder.frozen():
         states = _final_states(decoder, queries, edit)
-        vector, before = torch.zeros_like(states[0]), output_layers.mass(states)
+        vector = torch.zeros_like(states[0])
+        answers, before = output_layers.answers_and_mass(states)
         with suppress(_NotFiniteError):
             vector = output_layers.maximize_mass(states, output_layers.label_directions())
-        mean_norm = states.norm(dim=-1).mean()
-        answers = output_layers.answers(states)
+        min_norm = MIN_NORM * states.norm(dim=-1).mean()
+        changed_answers, after = output_layers.answers_and_mass(states + vector)
         # With a norm that has biases, or a head of several layers, the vector may change an answer.
-        while vector.any() and not torch.equal(output_layers.answers(states + vector), answers):
-            vector = vector / 2 if vector.norm() > MIN_NORM * mean_norm else torch.zeros_like(vector)
-        after = output_layers.mass(states + vector)
-    if not after > before:  # True for NaN
+        while not torch.equal(changed_answers, answers) and vector.norm() > min_norm:
+            vector = vector / 2
+            changed_answers, after = output_layers.answers_and_mass(states + vector)
+    if not (after > before and torch.equal(changed_answers, answers)):  # True for NaN
         vector, after = torch.zeros_like(vector), before
     return LabelMass(vector.cpu(), before, after)
 
@@ -122,40 +128,43 @@ class _OutputLayers:
         )
         return self.labels.at_representatives(logits[:, 0].float().to(states.device))
 
-    def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """Compute the negative log of the labels' total probability."""
-        logits = self.logits(states)
+    def losses(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
+        """Compute the negative log of the labels' total probability from the `logits`."""
         return logits.logsumexp(-1) - logits[:, self.label_ids].logsumexp(-1)
 
-    def answers(self, states: Float[Tensor, "rows d"]) -> Int[Tensor, " rows"]:
-        """Return the most probable label of each row."""
+    def answers_and_mass(self, states: Float[Tensor, "rows d"]) -> tuple[Int[Tensor, " rows"], float]:
+        """Return the most probable label of each row, and the mean total probability of the labels."""
+        answers, masses = [], []
         with torch.no_grad():
-            return torch.cat(
-                [self.logits(part)[:, self.label_ids].argmax(-1) for part in states.split(BATCH_ROWS)]
-            )
-
-    def mass(self, states: Float[Tensor, "rows d"]) -> float:
-        """Compute the mean total probability of the labels."""
-        with torch.no_grad():
-            losses = torch.cat([self.losses(part) for part in states.split(BATCH_ROWS)])
-        return (-losses).exp().mean().item()
+            for part in states.split(BATCH_ROWS):
+                logits = self.logits(part)
+                answers.append(logits[:, self.label_ids].argmax(-1))
+                masses.append((-self.losses(logits)).exp())
+        return torch.cat(answers), torch.cat(masses).mean().item()
 
     def label_directions(self) -> Float[Tensor, "d directions"]:
         """Return an orthonormal basis of the directions in which the labels' logits differ.
 
         They are computed at a residual stream of zeros, where the norm is linear.
         """
-        zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))
-        backward = Backward([zero], self.decoder.model.dtype)
-        with torch.enable_grad():
-            logits = self.logits(zero)[0, self.label_ids]
-            gradients = [backward.gradients(logit - logits[0])[0] for logit in logits[1:]]
-        differences = torch.stack(
-            [zero.detach()[0] if gradient is None else gradient[0] for gradient in gradients], dim=1
-        )
-        if not differences.isfinite().all():
+        zeros = torch.zeros(len(self.label_ids) - 1, self.decoder.d_model, device=self.decoder.device)
+        differences = []
+        for label_ids, part in zip(
+            torch.tensor(self.label_ids[1:], device=zeros.device).split(BATCH_ROWS),
+            zeros.split(BATCH_ROWS),
+            strict=True,
+        ):
+            # a row per label, so that one backward pass yields the gradients of all of them
+            states = torch.nn.Parameter(part)
+            with torch.enable_grad():
+                logits = self.logits(states)
+                gains = logits.gather(1, label_ids[:, None])[:, 0] - logits[:, self.label_ids[0]]
+                (gradient,) = Backward([states], self.decoder.model.dtype).gradients(gains.sum())
+            differences.append(part if gradient is None else gradient)
+        directions = torch.cat(differences).T
+        if not directions.isfinite().all():
             raise _NotFiniteError
-        left_vectors, singular_values, _ = torch.linalg.svd(differences, full_matrices=False)
+        left_vectors, singular_values, _ = torch.linalg.svd(directions, full_matrices=False)
         basis: Tensor = left_vectors[:, singular_values > 1e-6 * singular_values.max()]
         return basis
 
@@ -164,12 +173,13 @@ class _OutputLayers:
     ) -> Float[Tensor, " d"]:
         """Find the vector, orthogonal to ``label_directions``, by L-BFGS from zero.
 
-        Stops early if a loss is not finite.
+        Stops at `TARGET_LOSS`, at an iteration that gains less than `MIN_GAIN`, and if a loss is not finite.
         """
         rms = states.square().mean().sqrt()
         u = torch.nn.Parameter(torch.zeros_like(states[0]))
         backward = Backward([u], self.decoder.model.dtype)
-        limits = {"max_eval": MAX_EVALUATIONS, "max_iter": MAX_EVALUATIONS}
+        limits: dict[str, Any] = {"max_eval": MAX_EVALUATIONS, "max_iter": MAX_EVALUATIONS}
+        limits["tolerance_change"] = MIN_GAIN
         optimizer = torch.optim.LBFGS([u], **limits, line_search_fn="strong_wolfe")
         best_loss, best_vector = math.inf, torch.zeros_like(states[0])
 
@@ -180,23 +190,30 @@ class _OutputLayers:
             nonlocal best_loss, best_vector
             optimizer.zero_grad()
             with torch.enable_grad():
-                value = RIDGE * u.square().mean()
-                value.backward()
-                total = value.item()
+                penalty = RIDGE * u.square().mean()
+                penalty.backward()
+                mean_loss = 0.0
                 for part in states.split(BATCH_ROWS):
-                    loss = self.losses(part + projected()).sum() / len(states)
+                    loss = self.losses(self.logits(part + projected())).sum() / len(states)
                     backward(loss)
-                    total += loss.item()
+                    mean_loss += loss.item()
+            total = mean_loss + penalty.item()
             if not math.isfinite(total):
                 raise _NotFiniteError
             if total < best_loss:
                 best_loss, best_vector = total, projected().detach().clone()
+            if mean_loss <= TARGET_LOSS:
+                raise _TargetReachedError
             return total
 
-        with suppress(_NotFiniteError):
+        with suppress(_NotFiniteError, _TargetReachedError):
             optimizer.step(evaluate)
         return best_vector
 
 
 class _NotFiniteError(Exception):
     """Ends the search when a value overflows in the model's precision."""
+
+
+class _TargetReachedError(Exception):
+    """Ends the search at `TARGET_LOSS`, also within a line search."""
