@@ -128,6 +128,36 @@ def test_vector_that_changes_answers_is_halved_however_many_queries_there_are(mo
     assert limit / 2 < raise_label_mass(decoder, queries, tokens(LABELS), edit).vector.norm() <= limit
 
 
+def test_search_ends_once_a_label_is_almost_certain(monkeypatch):
+    decoder, evaluations = new_decoder("llama"), []
+    edit = edit_of(decoder)
+    real = label_mass._OutputLayers.losses
+
+    def losses(self, logits):
+        evaluations.append(len(logits))
+        return real(self, logits)
+
+    monkeypatch.setattr(label_mass._OutputLayers, "losses", losses)
+    early = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
+    count = len(evaluations)
+    monkeypatch.setattr(label_mass, "TARGET_LOSS", 0.0)
+    monkeypatch.setattr(label_mass, "MIN_GAIN", 1e-9)
+    late = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
+    assert count < len(evaluations) - count
+    assert early.after == pytest.approx(late.after, abs=2e-3)
+
+
+def test_directions_of_many_labels_are_those_of_each_label(monkeypatch):
+    decoder, labels = new_decoder("llama"), tuple(range(40, 47))
+    monkeypatch.setattr(label_mass, "BATCH_ROWS", 4)
+    with decoder.frozen():
+        together = label_mass._OutputLayers(decoder, tokens(labels)).label_directions()
+        pairs = [tokens((labels[0], label)) for label in labels[1:]]
+        alone = torch.cat([label_mass._OutputLayers(decoder, pair).label_directions() for pair in pairs], 1)
+    assert together.shape[1] == len(labels) - 1
+    torch.testing.assert_close(together @ (together.T @ alone), alone, atol=1e-5, rtol=1e-5)
+
+
 def test_fit_is_unchanged_if_no_vector_helps():
     decoder = new_decoder("llama")
     for config in ({"steps": 0}, {"sublayers": "mha"}, {"sublayers": "hidden"}):

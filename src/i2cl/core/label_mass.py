@@ -30,8 +30,8 @@ from i2cl.models.training import Backward
 
 RIDGE = 0.001  # nats per mean(u^2), where the vector is u times the root mean square of the residual stream
 MAX_EVALUATIONS = 60
-# The search ends at this mean loss, or at an iteration that gains less, both in nats. On other texts, twice as
-# many evaluations would add less than half a point to the labels' probability.
+# The search ends at this mean loss, or at an iteration that gains less, both in nats. On other texts, twice
+# as many evaluations would add at most half a point to the labels' probability.
 TARGET_LOSS = 1e-3
 MIN_GAIN = 1e-4
 MIN_NORM = 1e-3  # share of the stream's norm below which a vector that still changes an answer is dropped
