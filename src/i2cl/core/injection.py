@@ -27,6 +27,7 @@ from i2cl.models.decoder import DECODER_HINT, Decoder
 from i2cl.models.edits import AffineEdit, Edit
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.label_tokens import Scoring
+from i2cl.models.loading import usable_device
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
 from i2cl.storage import layout
 from i2cl.storage.atomic import new_folder
@@ -50,6 +51,7 @@ class LabelHead:
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
     the label words (`i2cl.models.label_tokens.LabelTokens`). First the bias is added to them. Then they are
     divided by the temperature or, if there are text experts, pooled with their scores (`i2cl.core.experts`).
+    An LLM with a weight of exactly 0 does not run.
 
     In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
     sigmoid replaces the softmax, and a text has every label whose probability reaches its threshold.
@@ -62,7 +64,8 @@ class LabelHead:
         temperature: of the LLM alone: divides its log-probabilities among the labels, after the bias. Above
             1 it lowers confidence; predictions stay the same. An ensemble has a weight for the LLM instead.
         experts: text experts of the ensemble; none for the LLM alone.
-        expert_weights: weight of the LLM, then of each text expert; not negative. Empty without text experts.
+        expert_weights: weight of the LLM, 0 for a fit without it, then of each text expert; not negative.
+            Empty without text experts.
         thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
             label, the most probable.
         llm_thresholds: thresholds for the LLM alone, if they were fitted.
@@ -83,9 +86,14 @@ class LabelHead:
         return self.thresholds is not None
 
     @property
+    def uses_llm(self) -> bool:
+        """Whether the answer depends on the LLM; without it, only the text experts run."""
+        return not self.experts or self.expert_weights[0] > 0
+
+    @property
     def members(self) -> tuple[str, ...]:
-        """Names of the members of the ensemble, in the order of the weights."""
-        return (LLM, *(expert.name for expert in self.experts))
+        """Names of the experts that run, the LLM first."""
+        return ((LLM,) if self.uses_llm else ()) + tuple(expert.name for expert in self.experts)
 
     @property
     def embeddings(self) -> EmbeddingsExpert | None:
@@ -97,7 +105,8 @@ class LabelHead:
         """JSON description of the ensemble; None for the LLM alone."""
         if not self.experts:
             return None
-        description: dict[str, Any] = {"weights": dict(zip(self.members, self.expert_weights, strict=True))}
+        names = (LLM, *(expert.name for expert in self.experts))
+        description: dict[str, Any] = {"weights": dict(zip(names, self.expert_weights, strict=True))}
         if self.embeddings is not None:
             description["encoder"] = self.embeddings.encoder
         if self.llm_thresholds is not None:
@@ -136,10 +145,10 @@ class LabelHead:
                 f"thresholds {thresholds} are not one number between 0 and 1 for each of {count} labels: fit "
                 "it again"
             )
-        weights_fit = len(self.expert_weights) == (len(self.members) if self.experts else 0)
+        weights_fit = len(self.expert_weights) == (1 + len(self.experts) if self.experts else 0)
         if not weights_fit or not all(0 <= weight < math.inf for weight in self.expert_weights):
             raise I2CLError(
-                f"ensemble weights {self.expert_weights} are not one per member, at least 0: fit it again"
+                f"ensemble weights {self.expert_weights} are not one per expert, at least 0: fit it again"
             )
         for expert in self.experts:
             if len(expert.weights) != count:
@@ -147,19 +156,21 @@ class LabelHead:
                 raise I2CLError(f"{expert.name} weights {shape} do not fit {count} labels: fit it again")
 
     def text_scores(
-        self, texts: Sequence[str], device: torch.device
+        self, texts: Sequence[str], device: torch.device, progress: Progress | None = None
     ) -> Float[Tensor, "texts experts labels"] | None:
         """Compute the label scores of the text experts; None without any.
 
-        Raises I2CLError as `i2cl.core.experts.TextExpert.scores`.
+        ``progress`` is called by the first one. Raises I2CLError as `i2cl.core.experts.TextExpert.scores`.
         """
         if not self.experts:
             return None
-        return torch.stack([expert.scores(texts, str(device)) for expert in self.experts], 1)
+        first, *others = self.experts
+        scores = [first.scores(texts, str(device), progress)]
+        return torch.stack([*scores, *(other.scores(texts, str(device)) for other in others)], 1)
 
     def log_probs(
         self,
-        scores: Float[Tensor, "*queries labels"],
+        scores: Float[Tensor, "*queries labels"] | None,
         text_scores: Float[Tensor, "*queries experts labels"] | None = None,
     ) -> Float[Tensor, "*queries labels"]:
         """Turn label scores into log-probabilities among the labels, normalized, in float32.
@@ -168,19 +179,24 @@ class LabelHead:
 
         Args:
             scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
-                log-odds.
+                log-odds. None if the head does not use the LLM.
             text_scores: the text experts' scores; required if the head has text experts.
         """
-        bias = None if self.bias is None else torch.tensor(self.bias)
-        if not self.experts and not self.multi_label:
-            return label_log_probs(scores, bias, self.temperature)
-        llm_scores = scores.double() if bias is None else scores.double() + bias
-        if not self.experts:
-            logits = llm_scores / self.temperature
-        elif text_scores is None:
+        if self.experts and text_scores is None:
             raise ValueError("an ensemble needs the scores of its text experts")
+        bias = None if self.bias is None else torch.tensor(self.bias)
+        if scores is None:
+            if self.uses_llm or text_scores is None:
+                raise ValueError("the scores of the LLM are missing")
+            logits = pool(text_scores, self.expert_weights[1:])
+        elif not self.experts and not self.multi_label:
+            return label_log_probs(scores, bias, self.temperature)
         else:
-            logits = pool(torch.cat([llm_scores[..., None, :], text_scores], -2), self.expert_weights)
+            llm_scores = scores.double() if bias is None else scores.double() + bias
+            if text_scores is None:
+                logits = llm_scores / self.temperature
+            else:
+                logits = pool(torch.cat([llm_scores[..., None, :], text_scores], -2), self.expert_weights)
         return (logsigmoid(logits) if self.multi_label else logits.log_softmax(-1)).float()
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
@@ -273,11 +289,20 @@ class Injection:
         """Return a copy with changed fields of the `LabelHead`."""
         return replace(self, head=replace(self.head, **changes))
 
+    def require_llm(self) -> None:
+        """Raise I2CLError for a task that was fitted without the LLM."""
+        if not self.head.uses_llm:
+            experts = ",".join(self.head.members)
+            hint = "fit it again with --experts llm, or use `i2cl predict` or `i2cl serve`"
+            raise I2CLError(f"task {self.task.name!r} has no LLM part (--experts {experts}): {hint}")
+
     def llm_alone(self) -> "Injection":
         """Return a copy without text experts, which exports and vLLM cannot hold.
 
-        In a multi-label task it has the thresholds of the LLM alone; `DEFAULT_THRESHOLD` without any.
+        In a multi-label task it has the thresholds of the LLM alone; `DEFAULT_THRESHOLD` without any. Raises
+        I2CLError as `require_llm`.
         """
+        self.require_llm()
         if not self.head.experts:
             return self
         alone = self.with_head(experts=(), expert_weights=(), llm_thresholds=None)
@@ -314,12 +339,13 @@ class Injection:
 
     def log_probs(
         self,
-        decoder: Decoder,
+        decoder: Decoder | None,
         texts: Sequence[str],
         *,
         scoring: Scoring | None = None,
         progress: Progress | None = None,
         force: bool = False,
+        device: str | None = None,
     ) -> Float[Tensor, "texts labels"]:
         """Compute the log-probability of each label among the labels of the task, for each text, in float32.
 
@@ -328,15 +354,23 @@ class Injection:
         labels are among all tokens.
 
         Args:
-            decoder: the model that the injection was made on.
+            decoder: the model that the injection was made on. Not used, and may be None, if the injection was
+                fitted without the LLM (`LabelHead.uses_llm`).
             texts: what to classify.
             scoring: replaces the injection's scoring, which a label bias was measured with.
             progress: called as texts finish.
             force: see `require_base`.
+            device: device of the sentence encoder if ``decoder`` is None. Default: an accelerator if there
+                is one.
 
         Raises:
             I2CLError: on an empty text, or another model.
         """
+        if not self.head.uses_llm:
+            place = usable_device(device) if decoder is None else decoder.device
+            return self.head.log_probs(None, self.head.text_scores(texts, place, progress))
+        if decoder is None:
+            raise I2CLError(f"task {self.task.name!r} uses the LLM, but decoder is None: {DECODER_HINT}")
         self.require_base(decoder, force=force)
         # before the LLM runs, so that a missing encoder is noticed early
         text_scores = self.head.text_scores(texts, decoder.device)
@@ -357,9 +391,10 @@ class Injection:
             force: see `require_base`.
 
         Raises:
-            I2CLError: on an empty text or another model, and for word-level scoring, whose label scores are
-                means over tokens instead of probabilities.
+            I2CLError: on an empty text or another model, without the LLM, and for word-level scoring, whose
+                label scores are means over tokens instead of probabilities.
         """
+        self.require_llm()
         self.require_base(decoder, force=force)
         self.task.require_single_label("label_log_mass")
         scorer = self.scorer(decoder)
@@ -368,7 +403,7 @@ class Injection:
         return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
 
     def predict(
-        self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
+        self, decoder: Decoder | None, texts: Sequence[str], *, force: bool = False
     ) -> list[str] | list[tuple[str, ...]]:
         """Return the most probable label word of each text; in a multi-label task, a tuple of label words.
 

@@ -123,7 +123,7 @@ def _not_held_out(task: Task, keep_back: int, seed: int) -> Examples:
 
 def draw(
     task: Task,
-    method: Method,
+    method: Method | None,
     shots: Shots,
     seed: int,
     *,
@@ -137,9 +137,9 @@ def draw(
 
     Args:
         task: with its training rows.
-        method: the method to fit.
-        shots: rows per class, or ``"all"`` for every row. Default: the task's own number, or as many as
-            the time budget allows if ``from_file``.
+        method: how the LLM is fitted; None for a fit without the LLM.
+        shots: rows per class, or ``"all"`` for every row. Default: the task's own number; if ``from_file``,
+            as many as the time budget allows, or every row without the LLM.
         seed: seed of the draw.
         from_file: whether the rows come from a user's file, where a class may have fewer than ``shots`` rows.
         keep_back: see `up_to`. Default: `KEEP_BACK` if ``shots`` is None and ``scored``, else 0.
@@ -149,7 +149,8 @@ def draw(
         I2CLError: if there are too few or too many rows.
     """
     anchored, all_rows = isinstance(method, Anchored), shots == "all"
-    count = _largest(task) if shots == "all" else shots or task.shots
+    default = _largest(task) if from_file and method is None else task.shots
+    count = _largest(task) if shots == "all" else shots or default
     if from_file and anchored and (all_rows or shots is None):
         _check_size(up_to(task, count if all_rows else 1, seed, keep_back or 0))
         return None

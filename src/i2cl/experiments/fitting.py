@@ -16,8 +16,9 @@ from i2cl.experiments.evidence.fit_evaluation import (
     typical_temperature,
 )
 from i2cl.experiments.evidence.multi_label import evaluate_multi_label
-from i2cl.injections.ensemble import fit_ensemble
+from i2cl.injections.ensemble import fit_ensemble, plain_injection
 from i2cl.injections.label_prior import with_label_prior
+from i2cl.methods import Injector
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
@@ -51,7 +52,8 @@ def fit_task(
     """
     observer = observer or FitObserver()
     require_supported(task, request)
-    warn_of_language(decoder, [row.text for row in demonstrations])
+    if request.ensemble.uses_llm:
+        warn_of_language(decoder, [row.text for row in demonstrations])
     started = clock()
     injection = _fit(decoder, task, demonstrations, request, observer)
     seconds = clock() - started
@@ -82,22 +84,35 @@ def _fit(
 ) -> Injection:
     """Fit the LLM, its label prior and the text experts, at typical weights and temperature."""
     method = request.method
+    if request.ensemble.uses_llm:
+        injection = _fit_llm(decoder, task, demonstrations, request, observer)
+    else:
+        injection = plain_injection(decoder, task, demonstrations, request.seed)
+    if request.keep_examples:
+        injection = replace(injection, examples=tuple(demonstrations))
+    weighted, device = method.weighted(task, demonstrations), str(decoder.device)
+    injection = fit_ensemble(injection, request.ensemble, llm_prior(method), weighted, device)
+    settings = injection.settings
+    if injection.head.embeddings is not None:
+        settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
+    if not request.ensemble.uses_llm:
+        settings = settings | _non_default_options(method)
+    return injection.with_report(command=request.command, settings=settings)
+
+
+def _fit_llm(
+    decoder: Decoder, task: Task, demonstrations: Examples, request: FitRequest, observer: FitObserver
+) -> Injection:
+    method = request.method
     injection = method.fit_injection(
         decoder, task, demonstrations, request.seed, observer.step, request.scoring
     )
     if request.unlabelled:
         observer.scoring_unlabelled(len(request.unlabelled))
         injection = _with_label_prior(injection, decoder, request, observer.scored)
-    if request.keep_examples:
-        injection = replace(injection, examples=tuple(demonstrations))
     if temperature := typical_temperature(method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
-    weighted, device = method.weighted(task, demonstrations), str(decoder.device)
-    injection = fit_ensemble(injection, request.ensemble, llm_prior(method), weighted, device)
-    settings = injection.settings
-    if injection.head.embeddings is not None:
-        settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
-    return injection.with_report(command=request.command, settings=settings)
+    return injection
 
 
 def _with_label_prior(
@@ -109,7 +124,15 @@ def _with_label_prior(
 
 
 def require_supported(task: Task, request: FitRequest) -> None:
-    """Raise I2CLError if a multi-label task is to be fitted with an option that it does not support."""
+    """Raise I2CLError on an option that a multi-label task, or a fit without the LLM, does not support."""
+    if not request.ensemble.uses_llm:
+        given = [name for name in _non_default_options(request.method) if name != "class_weight"]
+        given += ["a label prior (--unlabelled)"] * bool(request.unlabelled)
+        if type(request.method) is not Anchored:
+            given = [f"method {request.method.name}"]
+        if given:
+            hint = "add llm to --experts, or omit it"
+            raise I2CLError(f"{given[0]} is for the LLM, which is not among the experts: {hint}")
     if not task.multi_label:
         if request.threshold is not None:
             raise I2CLError(
@@ -127,3 +150,10 @@ def require_supported(task: Task, request: FitRequest) -> None:
             raise I2CLError(
                 f"{what} needs one label per text, and {task.name!r} is a multi-label task: omit it"
             )
+
+
+def _non_default_options(method: Injector) -> dict[str, object]:
+    """Return the options of anchored calibration that differ from their defaults, JSON-serializable."""
+    if not isinstance(method, Anchored):
+        return {}
+    return method.anchoring.model_dump(mode="json", exclude_defaults=True)

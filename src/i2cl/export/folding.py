@@ -326,7 +326,10 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
 
 
 def require_foldable(injection: Injection) -> None:
-    """Raise I2CLError if an injection is not a constant added to sublayer outputs at all positions."""
+    """Raise I2CLError if an injection is not a constant added to sublayer outputs at all positions, or was
+    fitted without the LLM.
+    """
+    injection.require_llm()
     if injection.extraction.hook_point != "sublayers":
         hint = f"fit it with --set sublayers=both, or {USE_HOOKS}"
         raise I2CLError(

@@ -13,16 +13,18 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 
 from i2cl import encoders
 from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfExpert
-from i2cl.core.injection import Injection, LabelHead
+from i2cl.core.injection import DEFAULT_THRESHOLD, Injection, LabelHead
 from i2cl.core.language import LanguageWarning, knows_language
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, log_softmax
+from i2cl.models.decoder import Decoder
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -53,8 +55,8 @@ class EnsembleConfig(Settings):
     """Which experts a fit uses.
 
     Attributes:
-        experts: names of the members; the LLM is always one of them. Default: the LLM, character n-grams, and
-            a sentence encoder if one is given or needs no download.
+        experts: names of the members. Default: the LLM, character n-grams, and a sentence encoder if one is
+            given or needs no download.
         encoder: the sentence encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
         embeddings_c: scikit-learn's ``C`` of the classifier on its embeddings.
     """
@@ -76,30 +78,35 @@ class EnsembleConfig(Settings):
         return cls(experts=head.members, encoder=encoder)
 
     @property
+    def uses_llm(self) -> bool:
+        """Whether the LLM is one of the experts."""
+        return self.experts is None or LLM in self.experts
+
+    @property
     def embeddings(self) -> EmbeddingsConfig | None:
         """Settings of the sentence encoder; None if none is given and none needs no download."""
         encoder = self.encoder or encoders.local_encoder()
         return None if encoder is None else EmbeddingsConfig(encoder=encoder, embeddings_c=self.embeddings_c)
 
     def members(self) -> tuple[str, ...]:
-        """Return the names of the members, the LLM first.
+        """Return the names of the members, the LLM first if it is one of them.
 
-        Raises I2CLError on an unknown name, without the LLM, or if a named encoder is missing.
+        Raises I2CLError on an unknown name, or if a named encoder is missing.
         """
         if self.experts is None:
             return tuple(name for name in MEMBERS if name != EmbeddingsExpert.name or self.embeddings)
         if unknown := [name for name in self.experts if name not in MEMBERS]:
             raise I2CLError(f"unknown expert {unknown[0]!r}: choose from {', '.join(MEMBERS)}")
-        if LLM not in self.experts:
-            hint = "without an LLM, use scikit-learn or sentence-transformers directly"
-            names = ", ".join(self.experts)
-            raise I2CLError(f"the experts {names} do not include the LLM: add {LLM!r} ({hint})")
+        if not self.experts:
+            raise I2CLError(f"experts is empty: choose from {', '.join(MEMBERS)}")
         if EmbeddingsExpert.name in self.experts:
             encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
         return tuple(name for name in MEMBERS if name in self.experts)
 
-    def members_for(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
-        """Return `members`, without the default encoder if it does not support the language of the texts.
+    def text_experts(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
+        """Return the `members` besides the LLM.
+
+        The default encoder is left out if it does not support the language of the texts.
 
         Emits a `LanguageWarning` if the encoder is left out. Raises I2CLError as `members`.
 
@@ -107,7 +114,7 @@ class EnsembleConfig(Settings):
             texts: samples of the language.
             device: device of the sentence encoder.
         """
-        names = self.members()
+        names = tuple(name for name in self.members() if name != LLM)
         if EmbeddingsExpert.name not in names or self.experts is not None or self.encoder is not None:
             return names
         name = encoders.local_encoder() or encoders.HUB_ID
@@ -119,13 +126,27 @@ class EnsembleConfig(Settings):
         return tuple(name for name in names if name != EmbeddingsExpert.name)
 
 
+def plain_injection(decoder: Decoder, task: Task, demonstrations: Examples, seed: int = 0) -> Injection:
+    """Return an injection that leaves the model unchanged, for a task that is fitted without the LLM."""
+    shape = (decoder.layers, 2)
+    return Injection(
+        context=torch.zeros(*shape, decoder.d_model),
+        coefficients=torch.tensor([0.0, 1.0]).expand(*shape, 2),
+        task=task.without_data(),
+        base=decoder.base,
+        head=LabelHead(thresholds=(DEFAULT_THRESHOLD,) * len(task.labels) if task.multi_label else None),
+        seed=seed,
+        demonstrations=len(demonstrations),
+    )
+
+
 def fit_ensemble(
     injection: Injection, config: EnsembleConfig, llm: WeightPrior, demonstrations: Examples, device: str
 ) -> Injection:
     """Fit text experts, and pool an injection with them at the prior means of the members' weights.
 
     Args:
-        injection: the fitted injection.
+        injection: the fitted injection; without the LLM, the `plain_injection`.
         config: which experts.
         llm: prior of the LLM's weight.
         demonstrations: labelled examples, with their weights.
@@ -136,14 +157,19 @@ def fit_ensemble(
         experts could not predict.
 
     Raises:
-        I2CLError: if a package or the encoder is missing, or a text is empty.
+        I2CLError: if a package or the encoder is missing, a text is empty, or a label has no demonstration
+            and the LLM is left out.
     """
-    task, names = injection.task, config.members_for([example.text for example in demonstrations], device)[1:]
+    task, names = injection.task, config.text_experts([example.text for example in demonstrations], device)
     present = {label for example in demonstrations for label in example.ids}
-    if not names or present != {*range(len(task.labels))}:
+    if missing := [word for label, word in enumerate(task.labels) if label not in present]:
+        if config.uses_llm:
+            return injection.llm_alone()
+        raise I2CLError(f"no example is labelled {missing[0]!r}, which text experts need: add one")
+    if not names:
         return injection.llm_alone()
     experts = tuple(fit_expert(name, config, task, demonstrations, device) for name in names)
-    weights = (llm.mean, *(TEXT_PRIORS[name].mean for name in names))
+    weights = (llm.mean if config.uses_llm else 0.0, *(TEXT_PRIORS[name].mean for name in names))
     return injection.with_head(experts=experts, expert_weights=weights)
 
 

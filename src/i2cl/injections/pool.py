@@ -32,7 +32,7 @@ class LoadedTask:
 
     scorer: LabelScorer
     edit: AffineEdit  # on the device of the model
-    head: LabelHead
+    head: LabelHead  # without the LLM, the edit is not used, and no forward pass runs
     positions: Positions = "all"
     seed: int = 0  # of random positions
 
@@ -42,7 +42,7 @@ class LoadedTask:
         return self.edit.hook_point, self.scorer.labels.full_sequences, self.positions, self.seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
-        """Encode texts.
+        """Encode texts; without the LLM, whole texts without the prompt, to count their tokens.
 
         Args:
             texts: the texts.
@@ -52,8 +52,12 @@ class LoadedTask:
             I2CLError: on an empty text.
             TooLongError: without ``cut``, on a text that exceeds the context.
         """
-        pairs = zip(self.scorer.queries(texts, cut=cut), texts, strict=True)
-        return [TaskQuery(self, ids, text) for ids, text in pairs]
+        if self.head.uses_llm:
+            queries = self.scorer.queries(texts, cut=cut)
+        else:
+            require_texts(texts)
+            queries = [self.scorer.decoder.encoder.plain_ids(text) for text in texts]
+        return [TaskQuery(self, ids, text) for ids, text in zip(queries, texts, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +71,9 @@ class TaskQuery:
     @property
     def tokens(self) -> int:
         """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
-        labels = self.task.scorer.labels
-        if not labels.full_sequences:
+        if not self.task.head.uses_llm or not self.task.scorer.labels.full_sequences:
             return len(self.ids)
+        labels = self.task.scorer.labels
         return sum(len(self.ids) + len(label) - 1 for label in labels.sequences)
 
 
@@ -81,7 +85,8 @@ class RowScores:
         log_probs: log-probabilities among the labels of the task, in their order; of each label, in a
             multi-label task.
         label_mass: probability of all labels together among everything that could follow the prompt, before
-            biases and temperature; None for word-level scoring, which yields no probability.
+            biases and temperature; None for word-level scoring, which yields no probability, and without the
+            LLM.
     """
 
     log_probs: Float[Tensor, " labels"]
@@ -114,16 +119,18 @@ class InjectionPool:
             force: accept an injection of another model of the same shape.
 
         Raises:
-            I2CLError: if it is not an `Injection` or was fitted on another model, or its sentence encoder is
-                not installed.
+            I2CLError: if it is not an `Injection` or was fitted on another model (without the LLM, any model
+                will do), or its sentence encoder is not installed.
         """
         require_type(f"injection {name!r}", injection, Injection, "load it with Injection.from_pretrained")
-        injection.require_base(self.decoder, force=force)
+        if injection.head.uses_llm:
+            injection.require_base(self.decoder, force=force)
         device = self.decoder.device
         if injection.head.embeddings is not None:
             injection.head.embeddings.require_encoder(str(device))
         scorer, edit = injection.scorer(self.decoder), injection.affine_edit()
-        _ = scorer.labels  # invalid labels raise here, before the first query
+        if injection.head.uses_llm:
+            _ = scorer.labels  # invalid labels raise here, before the first query
         self._loaded[name] = LoadedTask(
             scorer,
             AffineEdit(edit.shift.to(device), edit.scale.contiguous().to(device), edit.hook_point),
@@ -206,7 +213,12 @@ class InjectionPool:
         text_scores = self._text_scores(queries)
         by_kind = defaultdict(list)
         for row, query in enumerate(queries):
-            by_kind[query.task.kind].append(row)
+            if query.task.head.uses_llm:
+                by_kind[query.task.kind].append(row)
+            else:
+                scores[row] = RowScores(query.task.head.log_probs(None, text_scores[row]), None)
+                if progress is not None:
+                    progress(1)
         for rows in by_kind.values():
             tasks = [queries[row].task for row in rows]
             ids, labels = [queries[row].ids for row in rows], [task.scorer.labels for task in tasks]

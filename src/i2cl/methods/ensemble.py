@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, pool
+from i2cl.core.experts import LLM, EmbeddingsExpert, TfidfExpert, pool
+from i2cl.errors import I2CLError
 from i2cl.injections.ensemble import TEXT_PRIORS, EnsembleConfig, WeightPrior, likely_weights
 from i2cl.methods.base import Cost, LabelScores, Method, Predictor
 from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
@@ -66,10 +67,14 @@ class Ensemble(Wrapper):
     settings = (EnsembleConfig,)
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`."""
+        """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`, and without the
+        LLM.
+        """
         methods_by_name = text_methods(self.config)
         device = str(decoder.device)
-        names = self.config.members_for([row.text for row in shown], device)[1:]
+        if not self.config.uses_llm:
+            raise I2CLError(f"{self.full_name} needs the LLM: add {LLM!r} to experts")
+        names = self.config.text_experts([row.text for row in shown], device)
         methods = [self.inner, *(methods_by_name[name] for name in names)]
         priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
         fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]

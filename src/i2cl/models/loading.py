@@ -104,7 +104,7 @@ def load_model_and_tokenizer(
         _check_gguf_options(revision, quantization)
     else:
         _check_path(name, source)
-    target = _device(device)
+    target = usable_device(device)
     requested_dtype = _requested_dtype(dtype, target)
     config = quantization_config(quantization, requested_dtype)
     is_automatic = dtype == "auto" and device_map is None and config is None
@@ -289,7 +289,7 @@ def _check_device_map(device_map: str | dict[str, Any] | None) -> None:
         require_packages("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
         for device in {str(device) for device in device_map.values()} - {"disk"}:
-            _device(f"cuda:{device}" if device.isdigit() else device)
+            usable_device(f"cuda:{device}" if device.isdigit() else device)
 
 
 @contextmanager
@@ -390,7 +390,7 @@ def _check_path(name: str, source: str) -> None:
     raise I2CLError(f"{str(folder)!r} has no weights: expected *.safetensors beside config.json")
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def usable_device(device: str | torch.device | None) -> torch.device:
     """Return a usable device; default: an accelerator if there is one. Raises I2CLError if it is unusable."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -62,6 +62,8 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         method += ", anchored variant: a MAP fit with a Gaussian prior around the base model"
     functions = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
     at = f", revision={json.dumps(base['revision'])}" if base["revision"] else ""
+    if not _uses_llm(description):
+        return _text_experts_card(description, name)
     code = f"""from i2cl import Decoder, Injection
 
 injection = Injection.from_pretrained({json.dumps(name)})
@@ -93,6 +95,36 @@ print(injection.predict(decoder, ["a text to classify"]))"""
         "## Reproduce",
         code_block(command, "console") if command else f"Created in Python with {functions}.",
     )
+
+
+def _text_experts_card(description: Mapping[str, Any], name: str) -> str:
+    """Return the README.md of an injection that was fitted without the LLM."""
+    task, command = description["task"], description.get("command")
+    code = f"""from i2cl import Injection
+
+injection = Injection.from_pretrained({json.dumps(name)})
+print(injection.predict(None, ["a text to classify"]))"""
+    return _card(
+        _metadata(description, description["base_model"]["name"]),
+        f"I2CL: {task['title'] or task['name']}",
+        f"Classifies texts with classifiers on the text alone; no language model runs. Created with i2cl "
+        f"{__version__}.",
+        f"{_classes(task)}.",
+        "## Use",
+        code_block(code, "python"),
+        code_block(f"i2cl predict {shlex.quote(name)} texts.txt", "console"),
+        "## Fit",
+        *_fit_paragraphs(description),
+        "## Results",
+        *_results(description),
+        "## Reproduce",
+        code_block(command, "console") if command else "Created in Python with `i2cl.sklearn`.",
+    )
+
+
+def _uses_llm(description: Mapping[str, Any]) -> bool:
+    """Return `i2cl.core.injection.LabelHead.uses_llm`."""
+    return bool("ensemble" not in description or description["ensemble"]["weights"]["llm"])
 
 
 def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
@@ -151,7 +183,7 @@ def _classes(task: Mapping[str, Any]) -> str:
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     task, metrics = description["task"], description.get("metrics", {})
-    public = base not in BUNDLED and base == description["base_model"]["name"]
+    public = _uses_llm(description) and base not in BUNDLED and base == description["base_model"]["name"]
     try:
         validate_repo_id(base)
     except HFValidationError:
@@ -174,7 +206,7 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
         base_model_relation="adapter" if public else None,
         library_name="i2cl",
         pipeline_tag=TASK_TYPE,
-        tags=TAGS,
+        tags=TAGS if _uses_llm(description) else TAGS[:1],
         model_name=f"i2cl-{task['name']}" if results else None,
         eval_results=results or None,
     )
@@ -183,13 +215,14 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
 def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
     losses = description["history"]
-    loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else "coefficients not calibrated"
+    loss = f": loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else ": coefficients not calibrated"
+    loss = loss if _uses_llm(description) else ""
     where = "whose texts are not part of this repository"
     if description.get("kept_examples"):
         where = "whose texts and labels are in `examples.jsonl` for `i2cl update`"
     yield (
         f"Fitted on {description['demonstrations']} demonstrations, {where}, "
-        f"with seed {description['seed']}: {loss}. All settings are in `injection.json`."
+        f"with seed {description['seed']}{loss}. All settings are in `injection.json`."
     )
     if description.get("word_weights"):
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
@@ -250,7 +283,7 @@ def describe_weights(description: Mapping[str, Any]) -> str:
 
 
 def _listed_weights(weights: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items())
+    return ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items() if weight)
 
 
 def _llm_gain(evaluation: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -15,10 +15,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from i2cl.core.experts import TFIDF_C
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
 from i2cl.core.injection import Injection
-from i2cl.core.ngrams import NGRAMS
-from i2cl.encoders import HUB_ID, MINILM, EmbeddingsConfig
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
 from i2cl.experiments.evaluation import (
@@ -57,18 +55,24 @@ from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import Scoring
-from i2cl.storage.atomic import public_name
 from i2cl.tasks import Example, Examples, Task
 
-TEXT_METHODS = (SentenceEmbeddings.name, CharTfidf.name)
+# baselines on the text alone, with the name of their expert
+TEXT_METHODS = {SentenceEmbeddings.name: EmbeddingsExpert.name, CharTfidf.name: TfidfExpert.name}
 # baselines that need no fit: a fit has to beat each of them
 FREE = ("majority_class", "zero_shot", "zero_shot+batch_calibration")
 BASELINES = (*FREE, "few_shot", "char_tfidf")
+FREE_WITHOUT_LLM = ("majority_class",)
 ROWS = 160  # rows that a fit is evaluated on by default
 MAX_CROSS_VALIDATED_ROWS = 512  # further rows would narrow the intervals little
 Threshold = Literal["0.5", "f1"]  # of the labels of a multi-label task: 0.5, or chosen by F1
 Split = Literal["train", "test", "demonstrations"]
 T = TypeVar("T")
+
+
+def free_baselines(*, uses_llm: bool) -> tuple[str, ...]:
+    """Return the baselines that need no fit, for a fit with or without the LLM."""
+    return FREE if uses_llm else FREE_WITHOUT_LLM
 
 
 class FitObserver:
@@ -156,7 +160,7 @@ class FitEvaluation(Verdict):
             fit (`i2cl.experiments.confidence.Confidence`). The temperature, or the weights of an ensemble,
             are chosen for each row by the others (`i2cl.injections.ensemble.cross_fitted`).
         llm_gain: what the LLM adds to the text experts of an ensemble: the difference of their accuracies,
-            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone.
+            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone, and without the LLM.
         selection: the confidence threshold for a target accuracy
             (`i2cl.experiments.evidence.selective.selection`); empty if none was requested.
         not_evaluated: see `EvaluationPlan`.
@@ -305,7 +309,8 @@ def evaluate_fit(
     """Return the injection with its `FitEvaluation`, and with weights that are fitted on the plan's rows.
 
     The weights are those of the ensemble's members; for the LLM alone, the temperature. Every method gets the
-    same demonstrations and seed, or in a cross-validation the same folds. A baseline that fails, such as
+    same demonstrations and seed, or in a cross-validation the same folds. Baselines that run the LLM are left
+    out if the fit does not use it. A baseline that fails, such as
     few-shot with demonstrations that exceed the context, is listed in `FitEvaluation.not_run`.
 
     Args:
@@ -329,18 +334,20 @@ def evaluate_fit(
     method, shared = request.method, SharedScores()
     observer = observer or FitObserver()
     fitter = _Fitter(decoder, task, tuple(demonstrations), plan, injection.seed)
-    evaluated = method if injection.label_bias is None else LabelPrior(method)
-    fits = fitter.baselines(request)
-    fits[evaluated] = partial(fitter.use_injection, injection, refit, seconds)
+    fits, texts = fitter.baselines(request), text_methods(request.ensemble)
+    experts = [expert.name for expert in injection.head.experts]
+    members = [texts[name].full_name for name in experts]
+    priors = [TEXT_PRIORS[name] for name in experts]
+    if injection.head.uses_llm:
+        evaluated = method if injection.label_bias is None else LabelPrior(method)
+        fits[evaluated] = partial(fitter.use_injection, injection, refit, seconds)
+        members, priors = [evaluated.full_name, *members], [llm_prior(method), *priors]
 
     def run(fit: Callable[[Method], Fitted], other: Method) -> Run:
         return measure(decoder, task, fit(other), plan.rows, observer.scored, shared)
 
-    texts, experts = text_methods(request.ensemble), injection.head.members[1:]
-    members = [evaluated.full_name, *(texts[name].full_name for name in experts)]
     calls = {other.full_name: partial(run, fit, other) for other, fit in fits.items()}
     runs, not_run = run_all(calls, {"zero_shot", *members}, observer)
-    priors = [llm_prior(method), *(TEXT_PRIORS[name] for name in experts)]
     evaluated_members = [runs[name] for name in members]
     return _with_evaluation(injection, runs, not_run, evaluated_members, priors, plan, request)
 
@@ -372,8 +379,11 @@ class _Fitter:
             return fit_method(self.decoder, self.task, other, weighted, self.seed)
 
         fit_other = partial(self.fit_per_fold, shown=self.demonstrations) if self.plan.folds else fit_once
-        fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(make_methods(FREE), fit_once)
-        fits |= dict.fromkeys((*make_methods(["few_shot"]), *self.plan.compare), fit_other)
+        uses_llm = request.ensemble.uses_llm
+        free = make_methods(free_baselines(uses_llm=uses_llm))
+        fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(free, fit_once)
+        few_shot = make_methods(["few_shot"] if uses_llm else [])
+        fits |= dict.fromkeys((*few_shot, *self.plan.compare), fit_other)
         return fits | dict.fromkeys(text_methods(request.ensemble).values(), fit_text)
 
     def use_injection(
@@ -453,7 +463,8 @@ def _with_evaluation(
     plan: EvaluationPlan,
     request: FitRequest,
 ) -> Injection:
-    """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
+    """Fit the weights of the members, the LLM first if it is one of them, and evaluate their pool."""
+    uses_llm = injection.head.uses_llm
     gold = np.array(members[0].gold)
     log_probs = np.stack([one.scores.array for one in members if one.scores is not None])
     # with rows of some labels only, fitted weights would be overconfident
@@ -467,18 +478,28 @@ def _with_evaluation(
     rivals = {name: _correct(one) for name, one in runs.items() if one is not run}
     counts = {name: _discordant(correct, rival) for name, rival in rivals.items()}
     names = [one.method for one in members]
-    advise = partial(advice, names, request.ensemble.embeddings)
+    advise = partial(advice, names, uses_llm=uses_llm)
     comparison = verdict(
-        counts, run.n, FREE, missing=plan.missing, cheaper=TEXT_METHODS, parts=names, advise=advise
+        counts,
+        run.n,
+        free_baselines(uses_llm=uses_llm),
+        missing=plan.missing,
+        cheaper=TEXT_METHODS,
+        parts=names,
+        advise=advise,
     )
     confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
     np.add.at(confusion, (gold, predictions), 1)
     support = confusion.sum(1).tolist()
     llm_gain: dict[str, float] = {}
-    if len(members) > 1 and not plan.missing:
+    if uses_llm and len(members) > 1 and not plan.missing:
         without = cross_fitted(log_probs[1:], gold, priors[1:], WEIGHT_FOLDS).argmax(1) == gold
         compared = Comparison.of_counts(_discordant(correct, without), run.n)
         llm_gain = {"difference": compared.difference, "low": compared.low, "high": compared.high}
+        right, experts = int(without.sum()), injection.head.members[1:]
+        score = (right / run.n, *wilson(right, run.n))
+        advised = advise_without_llm(comparison.advice, compared, experts, "accuracy", score)
+        comparison = replace(comparison, advice=advised)
     evaluation = FitEvaluation(
         **asdict(comparison),
         rows=run.n,
@@ -513,6 +534,8 @@ def with_weights(
     priors: Sequence[WeightPrior],
 ) -> Injection:
     """Fit the weights to all rows: the temperature of the LLM alone, and those of the ensemble."""
+    if not injection.head.uses_llm:
+        return injection.with_head(expert_weights=(0.0, *likely_weights(log_probs, gold, priors)))
     (alone,) = likely_weights(log_probs[:1], gold, priors[:1])
     injection = injection.with_head(temperature=1 / alone)
     if not injection.head.experts:
@@ -536,35 +559,52 @@ def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]
     return members[0].model_copy(update=changes)
 
 
-def advice(
-    members: Collection[str], embeddings: EmbeddingsConfig | None, rival: str, *, multi_label: bool = False
-) -> str:
-    """Return what to do if a rival is more accurate than the fit."""
+def advice(members: Collection[str], rival: str, *, uses_llm: bool = True) -> str:
+    """Return what to do if a rival is more accurate than the fit.
 
-    def regression(c: float) -> str:
-        if multi_label:
-            return f"OneVsRestClassifier(LogisticRegression(C={c:g}, class_weight='balanced'))"
-        return f"LogisticRegression(C={c:g})"
-
+    Args:
+        members: names of the methods that the fit combines.
+        rival: name of the rival.
+        uses_llm: whether the LLM is a member.
+    """
     if rival in TEXT_METHODS:
-        gold = "indicators" if multi_label else "labels"
-        program = (
-            f"make_pipeline(TfidfVectorizer(analyzer='char_wb', ngram_range={NGRAMS}, sublinear_tf=True), "
-            f"{regression(TFIDF_C)}).fit(texts, {gold})"
-        )
-        if rival == SentenceEmbeddings.name and embeddings is not None:
-            name = HUB_ID if embeddings.encoder == MINILM else public_name(embeddings.encoder)
-            vectors = f"SentenceTransformer({name!r}).encode(texts, normalize_embeddings=True)"
-            program = f"{regression(embeddings.embeddings_c)}.fit({vectors}, {gold})"
+        expert = TEXT_METHODS[rival]
+        if not uses_llm:
+            return (
+                f"use {rival} alone (--experts {expert})"
+                if rival in members
+                else f"add {expert} to --experts"
+            )
         combine = "" if rival in members else "; or leave out --experts, to combine it with the LLM"
-        return f"{rival} alone is the cheaper choice, since it needs no LLM: {program}{combine}"
+        return f"{rival} alone is the cheaper choice, since it needs no LLM (--experts {expert}){combine}"
     if rival in members:
         return f"use {rival} alone (--experts llm), or give more rows, which make the weights more reliable"
     if rival == "majority_class":
-        return "use more rows (--shots) or a label prior (--unlabelled, --prior)"
+        return "use more rows (--shots)" + (" or a label prior (--unlabelled, --prior)" if uses_llm else "")
     if rival == "few_shot":
         return "use few_shot if its longer prompts are affordable"
     return f"use {rival}, which needs no fit, or fit more rows" if rival in FREE else f"use {rival} instead"
+
+
+def advise_without_llm(
+    advice: str, llm_gain: Comparison, experts: Sequence[str], metric: str, score: tuple[float, float, float]
+) -> str:
+    """Add to an advice how to fit without the LLM, if the LLM adds nothing significant.
+
+    Args:
+        advice: the advice so far; unchanged if it recommends other experts.
+        llm_gain: the fit compared with its text experts alone.
+        experts: names of the text experts.
+        metric: name of the metric that is compared.
+        score: metric of the text experts alone, with its 95 % interval.
+    """
+    if llm_gain.low > 0 or "--experts" in advice:
+        return advice
+    value, low, high = score
+    scores = f"{metric} {value:.3f}, 95 % interval {low:.3f} to {high:.3f}"
+    return "; ".join(
+        filter(None, [f"--experts {','.join(experts)} saves a task without the LLM ({scores})", advice])
+    )
 
 
 def _discordant(ours: Bool[np.ndarray, " rows"], other: Bool[np.ndarray, " rows"]) -> Counts:

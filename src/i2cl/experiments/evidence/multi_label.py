@@ -8,7 +8,7 @@ https://aclanthology.org/C00-2137), which swaps the answers of the two methods r
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     FitRequest,
     Threshold,
     advice,
+    advise_without_llm,
     run_all,
     with_weights,
 )
@@ -91,7 +92,7 @@ class MultiLabelEvaluation(Verdict):
         support: number of rows with each label.
         labels: F1, precision and recall of the fit by label; None for a label without a row.
         llm_gain: what the LLM adds to the text experts of an ensemble: the difference of their micro-F1,
-            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone.
+            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone, and without the LLM.
         labels_per_row: mean number of labels of a row.
         threshold: how thresholds were chosen.
         log_loss: mean logistic loss per label of the fit, in nats. The weights of an ensemble, or the
@@ -150,7 +151,8 @@ def evaluate_multi_label(
 ) -> Injection:
     """Return the injection with its evaluation, weights and thresholds, all from the same rows.
 
-    The weights are those of the ensemble's members; for the LLM alone, the temperature.
+    The weights are those of the ensemble's members; for the LLM alone, the temperature. The baseline
+    zero_shot is left out if the fit does not use the LLM.
 
     Args:
         injection: the fit.
@@ -187,14 +189,16 @@ def evaluate_multi_label(
         fit_seconds = seconds if fit is refitted else (fitted - started) / max(1, plan.folds)
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
-    fits = baselines(decoder, task, plan, request.ensemble) | {name: refitted}
-    experts = injection.head.members[1:]
-    texts_by_expert = text_methods(request.ensemble)
-    members = [name, *(texts_by_expert[expert].full_name for expert in experts)]
+    fits, texts_by_expert = baselines(decoder, task, plan, request.ensemble), text_methods(request.ensemble)
+    experts = [expert.name for expert in injection.head.experts]
+    members = [texts_by_expert[expert].full_name for expert in experts]
+    priors = [TEXT_PRIORS[expert] for expert in experts]
+    if injection.head.uses_llm:
+        fits[name] = refitted
+        members, priors = [name, *members], [llm_prior(request.method), *priors]
     runs, not_run = run_all(
         {method: partial(run, fit) for method, fit in fits.items()}, {ZERO_SHOT, *members}, observer
     )
-    priors = [llm_prior(request.method), *(TEXT_PRIORS[expert] for expert in experts)]
     gold = indicators(plan.rows, len(task.labels))
     return _with_evaluation(injection, runs, not_run, members, priors, gold, plan, request)
 
@@ -209,7 +213,8 @@ def _with_evaluation(
     plan: EvaluationPlan,
     request: FitRequest,
 ) -> Injection:
-    """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
+    """Fit the weights of the members, the LLM first if it is one of them, and evaluate their pool."""
+    uses_llm = injection.head.uses_llm
     threshold, labels = request.threshold or "f1", injection.task.labels
     pairs = pair_log_probs([runs[name].probabilities for name in members])
     name, pooled = members[0], cross_fitted_probabilities(pairs, gold, priors)
@@ -220,14 +225,20 @@ def _with_evaluation(
     answers = {method: decide(values, gold, threshold) for method, values in probabilities.items()}
     counts = {method: label_counts(answer, gold) for method, answer in answers.items()}
     rivals = {method: compare(counts[name], rival) for method, rival in counts.items() if method != name}
+    advise, free = partial(advice, members, uses_llm=uses_llm), FREE if uses_llm else FREE[:1]
+    comparison = verdict(rivals, len(gold), free, cheaper=TEXT_METHODS, parts=members, advise=advise)
     llm_gain: dict[str, float] = {}
-    if len(members) > 1:
+    if uses_llm and len(members) > 1:
         without = decide(cross_fitted_probabilities(pairs[1:], gold, priors[1:]), gold, threshold)
-        gain = compare(counts[name], label_counts(without, gold))
+        without_counts = label_counts(without, gold)
+        gain = compare(counts[name], without_counts)
         llm_gain = {"difference": gain.difference, "low": gain.low, "high": gain.high}
-    advise = partial(advice, members, request.ensemble.embeddings, multi_label=True)
+        score = (float(_micro_f1(without_counts.sum(0))), *_interval(_bootstrap(without_counts)[0]))
+        experts = injection.head.members[1:]
+        advised = advise_without_llm(comparison.advice, gain, experts, "micro-F1", score)
+        comparison = replace(comparison, advice=advised)
     evaluation = MultiLabelEvaluation(
-        **asdict(verdict(rivals, len(gold), FREE, cheaper=TEXT_METHODS, parts=members, advise=advise)),
+        **asdict(comparison),
         rows=len(gold),
         split=plan.split,
         methods={method: score_answers(answers[method], gold, run)._asdict() for method, run in runs.items()},
@@ -246,21 +257,24 @@ def _with_evaluation(
     injection = injection.with_report(evaluation=asdict(evaluation))
     if plan.folds or plan.not_evaluated:  # the model card publishes only metrics of this fit on every label
         return injection
-    score = evaluation.methods[name]
-    metrics = {metric: score[metric] for metric in PUBLISHED}
+    scores = evaluation.methods[name]
+    metrics = {metric: scores[metric] for metric in PUBLISHED}
     return injection.with_report(metrics=metrics | {"n": len(gold)})
 
 
 def _with_thresholds(
     injection: Injection, pairs: Float[np.ndarray, "members pairs 2"], gold: Indicators
 ) -> Injection:
-    """Choose thresholds by F1 for the LLM alone, and for the ensemble."""
+    """Choose thresholds by F1 for the ensemble, and for the LLM alone if it is used."""
 
     def choose(weights: Sequence[float]) -> tuple[float, ...]:
         log_probs = pool_log_probs(pairs[: len(weights)], weights)
         return choose_thresholds(np.exp(log_probs[:, 1]).reshape(gold.shape), gold)
 
-    alone, weights = choose([1 / injection.temperature]), injection.head.expert_weights
+    weights = injection.head.expert_weights
+    if not injection.head.uses_llm:
+        return injection.with_head(thresholds=choose(weights[1:]))
+    alone = choose([1 / injection.temperature])
     if not weights:
         return injection.with_head(thresholds=alone)
     return injection.with_head(thresholds=choose(weights), llm_thresholds=alone)
@@ -366,7 +380,9 @@ def baselines(
         cost = ExpertPredictor(expert, device).cost
         return _Baseline(lambda texts: expert.scores(texts, device).double().sigmoid().numpy(), cost)
 
-    fits: dict[str, Callable[[Examples], Predictor]] = {FREQUENCY: frequency, ZERO_SHOT: zero_shot}
+    fits: dict[str, Callable[[Examples], Predictor]] = {FREQUENCY: frequency}
+    if config.uses_llm:
+        fits[ZERO_SHOT] = zero_shot
     for name, method in text_methods(config).items():
         fits[method.full_name] = partial(text_expert, name)
     return fits

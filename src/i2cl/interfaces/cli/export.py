@@ -92,6 +92,7 @@ def export(
     from i2cl.storage.card import describe_llm_alone
 
     injection = Injection.from_pretrained(artefact)
+    injection.require_llm()
     if form.drop_prior:
         injection = without_label_prior(injection).with_head(temperature=injection.temperature)
     name, task = model or injection.base.name, injection.task.name

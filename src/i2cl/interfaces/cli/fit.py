@@ -61,7 +61,7 @@ class DrawOptions:
     shots: str | None = opt(
         None,
         "Demonstrations per class, or 'all' rows; default: the task's own number, or for a file up to 20, "
-        "as many as can be fitted in about five minutes.",
+        "as many as can be fitted in about five minutes; without the LLM, all that are not held out.",
         parser=_shots,
         metavar="INTEGER|all",
     )
@@ -99,8 +99,8 @@ class MethodOptions:
     experts: str | None = opt(
         None,
         "Classifiers that are combined, separated by commas: llm, embeddings (logistic regression on a "
-        "sentence encoder), tfidf (logistic regression on character n-grams). Default: all; embeddings only "
-        "if i2cl[embeddings] and an encoder are installed.",
+        "sentence encoder), tfidf (logistic regression on character n-grams). Without llm, the model never "
+        "runs. Default: all; embeddings only if i2cl[embeddings] and an encoder are installed.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
@@ -196,12 +196,12 @@ def fit(
     from_file, seed = is_row_file(task), draw_options.seed
     request = _request(draw_options, method_options, evaluation, unlabelled)
     method = request.method
-    compare = _methods_to_compare(evaluation, method, has_prior=bool(unlabelled))
+    compare = _methods_to_compare(evaluation, request)
     loaded = local or load.task(task, rows)
     require_supported(loaded, request)
     if compare:
         loaded.require_single_label("--compare", "omit it")
-    draw_rows = _draw(draw_options, loaded, method, from_file=from_file, scored=evaluation.evaluate > 0)
+    draw_rows = _draw(draw_options, loaded, request, from_file=from_file, scored=evaluation.evaluate > 0)
     shares = _prior_shares(method_options, loaded)
 
     decoder = load.decoder(model, load.with_default_dtype(loading))
@@ -223,7 +223,7 @@ def fit(
         console.note(f"expected time: {_times(drawn, plan)}")
     command = command_line(
         context,
-        method=method.name,
+        method=method.name if request.ensemble.uses_llm else None,
         seed=seed,
         shots=draw_options.shots or drawn.shots,
         keep_back=drawn.keep_back or None,
@@ -257,14 +257,15 @@ def _request(
 
 
 def _draw(
-    chosen: DrawOptions, task: "Task", method: "Injector", *, from_file: bool, scored: bool
+    chosen: DrawOptions, task: "Task", request: "FitRequest", *, from_file: bool, scored: bool
 ) -> "Callable[[Decoder, Task], Draw]":
     """Check the numbers of rows before the model is loaded.
 
     Returns:
         A function that draws the demonstrations of the task, in the wording for the loaded model, and
-        estimates the duration of their fit.
+        estimates the duration of their fit, if it runs the model.
     """
+    method = request.method if request.ensemble.uses_llm else None
     from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
 
     choice: Any = {
@@ -277,6 +278,9 @@ def _draw(
         warn_of_small_classes(task, chosen.number)
 
     def timed(decoder: "Decoder", task: "Task") -> "Draw":
+        if method is None:
+            assert early is not None  # noqa: S101 - None only for a method
+            return early
         with console.waiting("timing the model"):
             if early is None:
                 return draw_within_budget(decoder, task, method, chosen.seed, **choice)
@@ -299,8 +303,9 @@ def fit_and_show(
     """Fit the drawn rows with a progress bar, save the artefact, and print its evaluation."""
     from i2cl.experiments.fitting import fit_task
 
-    method = request.method
-    with console.progress(max(1, method.rounds), "extracting") as bar:
+    uses_llm = request.ensemble.uses_llm
+    rounds, name = (request.method.rounds, request.method.name) if uses_llm else (1, None)
+    with console.progress(max(1, rounds), "extracting" if uses_llm else "fitting") as bar:
         observer = _observer(bar, plan, output)
         try:
             injection = fit_task(decoder, task, drawn.demonstrations, request, plan, observer)
@@ -313,10 +318,10 @@ def fit_and_show(
     if plan.rows:
         injection.save_pretrained(output)
     if json:
-        record = _fit_record(injection, method.name, output, observer.seconds, decoder.name, survey)
+        record = _fit_record(injection, name, output, observer.seconds, decoder.name, survey)
         console.print_json(record)
     else:
-        _show_fit(injection, method.name, output, observer.seconds, plan)
+        _show_fit(injection, name, output, observer.seconds, plan)
 
 
 def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
@@ -360,21 +365,22 @@ def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
 
 
 def _show_fit(
-    injection: "Injection", method: str, output: Path, seconds: float, plan: "EvaluationPlan"
+    injection: "Injection", method: str | None, output: Path, seconds: float, plan: "EvaluationPlan"
 ) -> None:
     """Print a saved fit, its evaluation, and the next command."""
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.storage.card import describe_prior, describe_weights
 
     labels, history, count = injection.task.labels, injection.history, injection.demonstrations
-    summary = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
-    members = " with ".join(filter(None, (method, " and ".join(injection.head.members[1:]))))
-    console.say(
-        f"Saved {output}: {injection.task.name} by {members}, {count} demonstrations, {summary}, "
-        f"{seconds:.1f} s."
-    )
+    experts = " and ".join(expert.name for expert in injection.head.experts)
+    if method is None:
+        summary = f"{experts} without the LLM, {count} demonstrations"
+    else:
+        loss = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
+        summary = f"{' with '.join(filter(None, (method, experts)))}, {count} demonstrations, {loss}"
+    console.say(f"Saved {output}: {injection.task.name} by {summary}, {seconds:.1f} s.")
     guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(labels))
-    if history and method.startswith("anchored") and history[-1] > guess:
+    if history and method and method.startswith("anchored") and history[-1] > guess:
         console.note("the loss is no better than guessing: give more rows, or use another model")
     if LABEL_PRIOR in injection.settings:
         console.say(f"Label prior: {describe_prior(labels, injection.settings[LABEL_PRIOR])}")
@@ -391,7 +397,12 @@ def _show_fit(
 
 
 def _fit_record(
-    injection: "Injection", method: str, output: Path, seconds: float, model: str, rows: dict[str, Any] | None
+    injection: "Injection",
+    method: str | None,
+    output: Path,
+    seconds: float,
+    model: str,
+    rows: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return what ``i2cl fit --json`` prints."""
     from i2cl.methods.injecting import injection_cost
@@ -562,11 +573,9 @@ def _method_of(method_options: MethodOptions) -> "tuple[Injector, EnsembleConfig
     return make_injector(method_options.method, options, method_options.recipe), ensemble
 
 
-def _methods_to_compare(
-    evaluation: EvaluationOptions, method: "Injector", *, has_prior: bool
-) -> "tuple[Method, ...]":
+def _methods_to_compare(evaluation: EvaluationOptions, request: "FitRequest") -> "tuple[Method, ...]":
     """Parse ``--compare``. Raises I2CLError for an unknown method and for one that the table has anyway."""
-    from i2cl.experiments.evidence.fit_evaluation import BASELINES, TEXT_METHODS
+    from i2cl.experiments.evidence.fit_evaluation import BASELINES, TEXT_METHODS, free_baselines
     from i2cl.methods import make_methods
     from i2cl.methods.ensemble import Ensemble
     from i2cl.methods.postprocessing import LabelPrior
@@ -576,8 +585,10 @@ def _methods_to_compare(
     if not evaluation.evaluate:
         raise I2CLError("--compare needs an evaluation: leave out --evaluate 0")
     compare = make_methods(load.split(evaluation.compare))
-    evaluated = LabelPrior(method) if has_prior else method
-    names = list(dict.fromkeys([*BASELINES, *TEXT_METHODS, Ensemble.name, evaluated.full_name]))
+    evaluated = LabelPrior(request.method) if request.unlabelled else request.method
+    names = [*TEXT_METHODS, Ensemble.name, *free_baselines(uses_llm=request.ensemble.uses_llm)]
+    if request.ensemble.uses_llm:
+        names = list(dict.fromkeys([*names, *BASELINES, evaluated.full_name]))
     names += [other.full_name for other in compare]
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise I2CLError(f"--compare: the table already has a row {duplicates[0]!r}: leave it out")
@@ -585,10 +596,13 @@ def _methods_to_compare(
 
 
 def method_of(injection: "Injection") -> "Injector":
-    """Return the method that fitted an injection. Raises I2CLError unless it is anchored calibration."""
+    """Return the method that fitted an injection; without the LLM, only its class weights matter.
+
+    Raises I2CLError if it is not anchored calibration.
+    """
     from i2cl.methods.anchored import Anchored
 
-    if injection.settings.get("method") != Anchored.name:
+    if injection.head.uses_llm and injection.settings.get("method") != Anchored.name:
         raise I2CLError("only tasks of the method anchored can be updated: fit it again from all rows")
     names = Anchored.options()
     settings = {name: value for name, value in injection.settings.items() if name in names}

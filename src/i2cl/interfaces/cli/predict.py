@@ -102,7 +102,8 @@ def predict(
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
 
     def classify(texts: list[str]) -> list[list[float]]:
-        return injection.head.probabilities(injection.log_probs(decoder, texts, force=force)).tolist()
+        log_probs = injection.log_probs(decoder, texts, force=force, device=loading.device)
+        return injection.head.probabilities(log_probs).tolist()
 
     with open_output(
         output,
@@ -120,7 +121,9 @@ def predict(
             console.progress(None, "predicting, rows", shown=output is not None) as bar,
         ):
             bar.advance(out.kept)
-            decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
+            decoder = None
+            if injection.head.uses_llm:
+                decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
             rows = read_queries(*reading, skip=form.skip_bad_rows)
             with _count_truncated():
                 for queries in read_chunks(rows, chunk, out.kept, numbered=form.row_number):

@@ -90,12 +90,14 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     task = replace(task, name=request.name, title=request.name)
     instruction = request.instruction or None
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
-    method, _ = _method(request, tasks)
-    require_supported(task, FitRequest(method))
-    drawn = _draw(request, task, method, shots=request.shots, keep_back=None)
-    scorer = LabelScorer(decoder, task)
-    for rows in (task.train, task.test):
-        scorer.queries([example.text for example in rows], cut=False)
+    method, ensemble = _method(request, tasks)
+    require_supported(task, FitRequest(method, ensemble))
+    llm_method = method if ensemble.uses_llm else None
+    drawn = _draw(request, task, llm_method, shots=request.shots, keep_back=None)
+    if ensemble.uses_llm:
+        scorer = LabelScorer(decoder, task)
+        for rows in (task.train, task.test):
+            scorer.queries([example.text for example in rows], cut=False)
     return task, drawn
 
 
@@ -135,7 +137,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         if drawn is None:
             chosen = _draw_in_time(job.folder, request, decoder, task, method)
         else:
-            chosen = drawn.timed(decoder, task, method)
+            chosen = drawn.timed(decoder, task, method) if ensemble.uses_llm else drawn
         demonstrations = chosen.demonstrations
         plan = plan_evaluation(task, demonstrations, request.evaluate, seed=request.seed)
         job.publish_progress(
@@ -159,12 +161,12 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         "demonstrations": len(demonstrations),
         "history": list(injection.history),
         "evaluation": injection.evaluation or None,
-        "tokens": _tokens_per_text(decoder, task, demonstrations),
+        "tokens": _tokens_per_text(decoder, task, demonstrations) if ensemble.uses_llm else None,
     }
 
 
 def _draw(
-    request: FitJob, task: Task, method: Injector, *, shots: int | None, keep_back: int | None
+    request: FitJob, task: Task, method: Injector | None, *, shots: int | None, keep_back: int | None
 ) -> Draw | None:
     scored = bool(request.evaluate) and not task.test
     return draw(task, method, shots, request.seed, from_file=True, keep_back=keep_back, scored=scored)

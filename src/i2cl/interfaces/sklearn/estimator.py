@@ -71,7 +71,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             an option belongs to.
         recipe: calibration recipe of I2CL: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
         experts: names of the classifiers that are combined: ``"llm"``, ``"embeddings"`` and ``"tfidf"``.
-            Default: all that are available; see `i2cl.injections.ensemble.EnsembleConfig`.
+            Default: all that are available; see `i2cl.injections.ensemble.EnsembleConfig`. Without
+            ``"llm"``, the model is loaded by `fit`, but does not run.
         settings: options of the method over the recipe's, which `i2cl ls methods` lists, and of the experts,
             such as ``{"encoder": "minilm"}``.
         class_weight: ``"balanced"``, which weights a class inversely to its frequency among the examples; a
@@ -333,7 +334,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts = as_texts(X)
         injection = self.injection_
         stored = injection.settings.get(SETTINGS_KEY, {"classes": injection.task.labels})["classes"]
-        log_probs = injection.log_probs(self._decoder(), texts).double().numpy()
+        decoder = self._decoder() if injection.head.uses_llm else None
+        log_probs = injection.log_probs(decoder, texts, device=self.device).double().numpy()
         return log_probs if injection.task.multi_label else log_probs[:, np.argsort(stored)]
 
     def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:

@@ -210,6 +210,7 @@ class ServedTasks:
         if not name.strip():
             raise I2CLError("the task name is empty: a task needs a name")
         injection.task.require_single_label("the vLLM plugin", "serve it with `i2cl serve`")
+        injection.require_llm()
         if alone := describe_llm_alone(injection.description()):
             warnings.warn(f"task {name!r} is served by {alone}", UserWarning, stacklevel=2)
         edit = PackedEdit.of_injection(injection)
