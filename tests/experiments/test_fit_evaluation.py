@@ -9,14 +9,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.multiclass import OneVsRestClassifier
-from sklearn.pipeline import make_pipeline
 
 from fitting import injected, raises
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
-from i2cl.encoders import HUB_ID, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence import fit_evaluation
 from i2cl.experiments.evidence.fit_evaluation import (
@@ -29,7 +24,8 @@ from i2cl.experiments.evidence.fit_evaluation import (
     plan_evaluation,
     sample_rows,
 )
-from i2cl.injections.ensemble import cross_fitted, likely_weights
+from i2cl.experiments.evidence.verdicts import Comparison
+from i2cl.injections.ensemble import EnsembleConfig, cross_fitted, likely_weights
 from i2cl.methods.ensemble import llm_prior
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
@@ -349,10 +345,10 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
 
 
 def test_advice_depends_on_the_rival():
-    advice = partial(fit_evaluation.advice, ["anchored", "char_tfidf"], EmbeddingsConfig())
+    advice = partial(fit_evaluation.advice, ["anchored", "char_tfidf"])
     assert advice("sentence_embeddings").endswith("leave out --experts, to combine it with the LLM")
     assert "cheaper" in advice("char_tfidf")
-    assert "--experts" not in advice("char_tfidf")
+    assert "leave out" not in advice("char_tfidf")
     assert "--experts llm" in advice("anchored")
     assert "label prior" in advice("majority_class")
     assert "longer prompts" in advice("few_shot")
@@ -360,30 +356,30 @@ def test_advice_depends_on_the_rival():
     assert advice("menu") == "use menu instead"
 
 
-@pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("encoder", [None, "minilm", "/home/me/encoder"])
-def test_advice_for_text_methods_is_a_program_that_runs(encoder, multi_label):
-    """The programs are run as they are printed, with an encoder that counts letters."""
-    names = []
+@pytest.mark.parametrize(
+    ("rival", "expert"), [("sentence_embeddings", "embeddings"), ("char_tfidf", "tfidf")]
+)
+def test_advice_for_text_methods_names_their_expert(rival, expert):
+    members = ["anchored", "sentence_embeddings", "char_tfidf"]
+    assert fit_evaluation.advice(members, rival) == (
+        f"{rival} alone is the cheaper choice, since it needs no LLM (--experts {expert})"
+    )
+    without_llm = partial(fit_evaluation.advice, uses_llm=False)
+    assert without_llm(members[1:], rival) == f"use {rival} alone (--experts {expert})"
+    assert without_llm([], rival) == f"add {expert} to --experts"
+    assert EnsembleConfig(experts=expert).uses_llm is False
 
-    class Encoder:
-        def __init__(self, name):
-            names.append(name)
 
-        def encode(self, texts, *, normalize_embeddings):
-            assert normalize_embeddings
-            return np.array([[text.count("a"), text.count("b")] for text in texts], float)
-
-    rival = "sentence_embeddings" if encoder else "char_tfidf"
-    config = EmbeddingsConfig(encoder=encoder) if encoder else None
-    program = fit_evaluation.advice([rival], config, rival, multi_label=multi_label).split(": ")[1]
-    scope = {"SentenceTransformer": Encoder, "make_pipeline": make_pipeline}
-    scope |= {"LogisticRegression": LogisticRegression, "TfidfVectorizer": TfidfVectorizer}
-    scope |= {"OneVsRestClassifier": OneVsRestClassifier, "texts": ["aab", "abb"]}
-    scope |= {"indicators": [[1, 0], [0, 1]]} if multi_label else {"labels": ["x", "y"]}
-    fitted = eval(program, scope)
-    assert fitted.classes_.tolist() == ([0, 1] if multi_label else ["x", "y"])
-    assert names == {None: [], "minilm": [HUB_ID], "/home/me/encoder": ["encoder"]}[encoder]
+def test_advice_names_the_experts_that_need_no_llm_if_it_adds_nothing():
+    experts, score = ("embeddings", "tfidf"), (0.75, 0.7, 0.8)
+    advise = partial(fit_evaluation.advise_without_llm, experts=experts, metric="accuracy", score=score)
+    nothing, something = Comparison.of_counts((3, 2), 100), Comparison.of_counts((20, 2), 100)
+    scores = "accuracy 0.750, 95 % interval 0.700 to 0.800"
+    added = f"--experts embeddings,tfidf saves a task without the LLM ({scores})"
+    assert advise("", nothing) == added
+    assert advise("more rows", nothing) == f"{added}; more rows"
+    assert advise("more rows", something) == "more rows"
+    assert advise("use tfidf (--experts tfidf)", nothing) == "use tfidf (--experts tfidf)"
 
 
 FIT = """

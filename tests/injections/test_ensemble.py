@@ -73,6 +73,7 @@ def test_default_members_depend_on_what_is_installed(monkeypatch):
     monkeypatch.setattr(encoders, "local_encoder", lambda: "minilm")
     assert EnsembleConfig().members() == ("llm", "embeddings", "tfidf")
     assert EnsembleConfig(experts="tfidf, llm").members() == ("llm", "tfidf")
+    assert EnsembleConfig(experts="tfidf,embeddings").members() == ("embeddings", "tfidf")
 
 
 def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
@@ -89,7 +90,7 @@ def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
     ("experts", "message"),
     [
         ("llm,bert", "unknown expert 'bert': choose from llm, embeddings, tfidf"),
-        ("tfidf", "the experts tfidf do not include the LLM: add 'llm'"),
+        ((), "experts is empty: choose from llm, embeddings, tfidf"),
     ],
 )
 def test_unusable_experts_are_refused(experts, message):

@@ -18,7 +18,6 @@ from i2cl.experiments.evidence.fit_evaluation import (
 from i2cl.experiments.evidence.multi_label import evaluate_multi_label
 from i2cl.injections.ensemble import fit_ensemble, plain_injection
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.methods import Injector
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
@@ -95,8 +94,10 @@ def _fit(
     settings = injection.settings
     if injection.head.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
-    if not request.ensemble.uses_llm:
-        settings = settings | _non_default_options(method)
+    if isinstance(method, Anchored):
+        settings = settings | method.anchoring.model_dump(
+            mode="json", include={"class_weight"}, exclude_none=True
+        )
     return injection.with_report(command=request.command, settings=settings)
 
 
@@ -125,14 +126,9 @@ def _with_label_prior(
 
 def require_supported(task: Task, request: FitRequest) -> None:
     """Raise I2CLError on an option that a multi-label task, or a fit without the LLM, does not support."""
-    if not request.ensemble.uses_llm:
-        given = [name for name in _non_default_options(request.method) if name != "class_weight"]
-        given += ["a label prior (--unlabelled)"] * bool(request.unlabelled)
-        if type(request.method) is not Anchored:
-            given = [f"method {request.method.name}"]
-        if given:
-            hint = "add llm to --experts, or omit it"
-            raise I2CLError(f"{given[0]} is for the LLM, which is not among the experts: {hint}")
+    if not request.ensemble.uses_llm and (option := _option_of_llm(request)):
+        hint = "add llm to --experts, or omit it"
+        raise I2CLError(f"{option} is for the LLM, which is not among the experts: {hint}")
     if not task.multi_label:
         if request.threshold is not None:
             raise I2CLError(
@@ -152,8 +148,14 @@ def require_supported(task: Task, request: FitRequest) -> None:
             )
 
 
-def _non_default_options(method: Injector) -> dict[str, object]:
-    """Return the options of anchored calibration that differ from their defaults, JSON-serializable."""
-    if not isinstance(method, Anchored):
-        return {}
-    return method.anchoring.model_dump(mode="json", exclude_defaults=True)
+def _option_of_llm(request: FitRequest) -> str:
+    """Return an option that only the fit of the LLM uses, or "" if there is none."""
+    if request.unlabelled:
+        return "a label prior (--unlabelled)"
+    if not isinstance(request.method, Anchored):
+        return f"method {request.method.name}"
+    config = request.method.anchoring
+    changed = (
+        name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default
+    )
+    return next((name for name in changed if name != "class_weight"), "")
