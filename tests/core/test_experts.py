@@ -218,16 +218,16 @@ def test_encoder_cache_is_bounded_and_can_be_cleared(loads):
 @pytest.mark.parametrize("texts", [("the film is good", "what a day"), ("Größe und Käse", "schöne Tage")])
 def test_encoder_that_knows_the_language_is_a_member(texts, monkeypatch):
     ask_words_encoder(monkeypatch)
-    assert EnsembleConfig().members_for(texts, "cpu") == ("llm", "embeddings", "tfidf")
+    assert EnsembleConfig().text_experts(texts, "cpu") == ("embeddings", "tfidf")
 
 
 def test_encoder_that_splits_texts_into_letters_is_left_out_unless_asked_for(monkeypatch):
     ask_words_encoder(monkeypatch)
     texts = ("хороший фильм", "плохой день")
     with pytest.warns(LanguageWarning, match="words hardly knows the language .* --set encoder=NAME"):
-        assert EnsembleConfig().members_for(texts, "cpu") == ("llm", "tfidf")
-    assert EnsembleConfig(experts=("llm", "embeddings")).members_for(texts, "cpu") == ("llm", "embeddings")
-    assert EnsembleConfig(encoder="words").members_for(texts, "cpu") == ("llm", "embeddings", "tfidf")
+        assert EnsembleConfig().text_experts(texts, "cpu") == ("tfidf",)
+    assert EnsembleConfig(experts=("llm", "embeddings")).text_experts(texts, "cpu") == ("embeddings",)
+    assert EnsembleConfig(encoder="words").text_experts(texts, "cpu") == ("embeddings", "tfidf")
 
 
 def ask_words_encoder(monkeypatch):

@@ -377,7 +377,7 @@ def test_advice_names_the_experts_that_need_no_llm_if_it_adds_nothing():
     scores = "accuracy 0.750, 95 % interval 0.700 to 0.800"
     added = f"--experts embeddings,tfidf saves a task without the LLM ({scores})"
     assert advise("", nothing) == added
-    assert advise("more rows", nothing) == f"{added}; more rows"
+    assert advise("more rows", nothing) == f"more rows; {added}"
     assert advise("more rows", something) == "more rows"
     assert advise("use tfidf (--experts tfidf)", nothing) == "use tfidf (--experts tfidf)"
 

@@ -174,9 +174,7 @@ def test_exports_are_refused_before_the_model_loads(refused, home, tmp_path, no_
 )
 def test_options_of_the_llm_are_refused(refused, home, no_model, monkeypatch, words, message):
     monkeypatch.chdir(home)
-    line = refused(
-        "fit", home / "model", home / "rows.csv", "--experts", "tfidf", "-o", home / "x", *words
-    )
+    line = refused("fit", home / "model", home / "rows.csv", "--experts", "tfidf", "-o", home / "x", *words)
     assert message in line
 
 

@@ -148,7 +148,7 @@ class LabelHead:
         weights_fit = len(self.expert_weights) == (1 + len(self.experts) if self.experts else 0)
         if not weights_fit or not all(0 <= weight < math.inf for weight in self.expert_weights):
             raise I2CLError(
-                f"ensemble weights {self.expert_weights} are not one per expert, at least 0: fit it again"
+                f"ensemble weights {self.expert_weights} are not one per member, at least 0: fit it again"
             )
         for expert in self.experts:
             if len(expert.weights) != count:

@@ -602,9 +602,8 @@ def advise_without_llm(
         return advice
     value, low, high = score
     scores = f"{metric} {value:.3f}, 95 % interval {low:.3f} to {high:.3f}"
-    return "; ".join(
-        filter(None, [f"--experts {','.join(experts)} saves a task without the LLM ({scores})", advice])
-    )
+    without_llm = f"--experts {','.join(experts)} saves a task without the LLM ({scores})"
+    return "; ".join(filter(None, [advice, without_llm]))
 
 
 def _discordant(ours: Bool[np.ndarray, " rows"], other: Bool[np.ndarray, " rows"]) -> Counts:
