@@ -3,7 +3,8 @@
     python benchmarks/active_learning.py choice minilm trec,sst2 -o choice.jsonl
     python benchmarks/active_learning.py choice smollm2 trec,sst2 --seeds 2 --dtype bfloat16 -o decoder.jsonl
     python benchmarks/active_learning.py noise minilm trec,sst2 -o noise.jsonl
-    python benchmarks/active_learning.py table choice.jsonl
+    python benchmarks/active_learning.py choice smollm2 trec,sst2 --labels 10,20,80 -o more.jsonl
+    python benchmarks/active_learning.py table choice.jsonl more.jsonl
 
 `choice` labels texts of a pool in batches of ten: at random, typical ones (as `suggest` does), or typical
 ones first, and after 20 labels those that a fit to the labels so far is uncertain about. It measures the
@@ -251,21 +252,30 @@ def show_choice(records: Sequence[dict[str, Any]], tasks: Sequence[str]) -> None
     """
 
     def mean_of(task: str, strategy: str, size: str) -> float:
-        return 100 * mean(one["accuracy"][strategy][size] for one in records if one["task"] == task)
+        curves = [one["accuracy"][strategy] for one in records if one["task"] == task]
+        return 100 * mean(curve[size] for curve in curves if size in curve)
 
-    curves = records[0]["accuracy"]
+    every = [one["accuracy"] for one in records]
+    curves = {  # sizes that every task has
+        strategy: [
+            size
+            for size in every[0][strategy]
+            if {one["task"] for one in records if size in one["accuracy"][strategy]} == {*tasks}
+        ]
+        for strategy in every[0]
+    }
     print("strategy", "labels", "mean", *tasks, sep="\t")
     for strategy, curve in curves.items():
         for size in curve:
             means = [mean_of(task, strategy, size) for task in tasks]
             print(strategy, size, *(f"{value:.1f}" for value in (mean(means), *means)), sep="\t")
-    for strategy in curves:
-        for size, other in product(curves[strategy], curves["random"]):
+    for strategy, sizes in curves.items():
+        for size, other in product(sizes, curves["random"]):
             if strategy != "random" and int(size) <= int(other) <= int(size) + 2 * BATCH:
                 gaps = [mean_of(task, strategy, size) - mean_of(task, "random", other) for task in tasks]
                 margin = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5 if gaps[1:] else np.nan
                 print(f"{strategy} {size} - random {other}: {mean(gaps):+.1f} +- {margin:.1f} points")
-    if len(curves["typical"]) > 2:
+    if len(curves["typical"]) > 2 and all(len(one["typical"]) == len(curves["typical"]) for one in every):
         show_forecast(
             np.array([[*one["accuracy"]["typical"].values()] for one in records]), [*curves["typical"]]
         )
@@ -284,9 +294,21 @@ def show_forecast(curves: Float[np.ndarray, "runs sizes"], sizes: Sequence[str])
         print(f"mean absolute error of the next step, forecast from the {name}: {error:.1f} points")
 
 
-def show(path: Path) -> None:
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read the records of some files; accuracies of one task and seed are joined."""
+    records: dict[tuple[str, int], dict[str, Any]] = {}
+    for path in paths:
+        for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            known = records.setdefault((record["task"], record["seed"]), record)
+            for strategy, curve in record.get("accuracy", {}).items():
+                joined = known["accuracy"].get(strategy, {}) | curve
+                known["accuracy"][strategy] = dict(sorted(joined.items(), key=lambda pair: int(pair[0])))
+    return list(records.values())
+
+
+def show(paths: Sequence[Path]) -> None:
     """Print the means over tasks and seeds, and over the seeds of each task, in percent."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = read(paths)
     tasks = list(dict.fromkeys(record["task"] for record in records))
     print(f"{len(tasks)} tasks, {len(records)} runs")
     if "accuracy" in records[0]:
@@ -314,7 +336,9 @@ def main() -> None:
         command.add_argument("--seeds", type=int, default=4)
         command.add_argument("--dtype", help="of a decoder, such as bfloat16")
         command.add_argument("-o", "--output", type=Path, required=True)
-    commands.add_parser("table").add_argument("output", type=Path)
+        if name == "choice":
+            command.add_argument("--labels", help="numbers of labels at random and of typical texts")
+    commands.add_parser("table").add_argument("output", type=Path, nargs="+")
     given = parser.parse_args()
     if given.command == "table":
         show(given.output)
@@ -323,6 +347,9 @@ def main() -> None:
     cheap = given.model == MINILM
     decoder = None if cheap else Decoder.from_pretrained(given.model, dtype=given.dtype)
     scale = CHEAP if cheap else DEAR
+    if given.command == "choice" and given.labels:
+        sizes = tuple(map(int, given.labels.split(",")))
+        scale = replace(scale, labels={"random": sizes, "typical": sizes})
     measure = {"choice": choice, "noise": noise}[given.command]
     run = partial(measure, scale=scale, decoder=decoder)
     measure_missing(given.output, given.tasks.split(","), given.seeds, run)

@@ -1,20 +1,27 @@
 """Evaluate an ensemble on the scores of a store: its weights see some of the queries, and answer the others.
 
     python benchmarks/ensemble.py docs/experiments/real/store --limit 200 --scores scores -o real.json
+    python benchmarks/ensemble.py fresh smollm2 --scores fresh -o fresh.json
 
 The label scores of anchored calibration and LoRA come from the store; both text experts are fitted to the
 same demonstrations and kept in ``--scores``. The paper's nine tasks need I2CL_DATA_DIR or the hub.
+
+``fresh`` instead fits anchored calibration in bfloat16 to demonstrations of new seeds, and scores test rows
+that are in no table of docs/ (`Task.queries` excludes them).
 """
 
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from i2cl import load_task
+from i2cl import Decoder, Example, Task, load_task, make_methods
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
 from i2cl.encoders import MINILM, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
@@ -36,6 +43,8 @@ LORA_INSTEAD, LORA_TOO = "ensemble with LoRA instead of anchored", "ensemble wit
 NO_PRIOR = WeightPrior(0.5, 100.0)
 FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
 DRAWS = 20
+FRESH_TASKS = "tickets,intents,subj,trec,agnews,emoc,hate_speech18,sst2,mr,sst5,dbpedia"
+FIRST_FRESH_SEED = 4  # the tables have the seeds below
 BEHIND = 0.03  # accuracy behind the best member that counts as far behind
 
 Scores = dict[str, Any]
@@ -60,7 +69,9 @@ def collect(store: Store, limit: int, folder: Path, encoder: str) -> dict[tuple[
             continue
         path = folder / f"{task}-{seed}.npz"
         if not path.is_file():
-            np.savez_compressed(path, text=text_scores(task, seed, limit, encoder))
+            known = load_task(task)
+            queries = known.queries(limit)
+            np.savez_compressed(path, text=text_scores(known, known.sample(None, seed), queries, encoder))
         anchored = of_method["anchored"]
         scores = np.concatenate([log_softmax(anchored.scores.array)[None], np.load(path)["text"]])
         gold = np.array(anchored.gold)
@@ -88,13 +99,40 @@ def priors_of_other_tasks(collected: dict[tuple[str, int], Scores], task: str) -
     return [WeightPrior(*pair) for pair in zip(weights.mean(0), weights.std(0), strict=True)]
 
 
-def text_scores(name: str, seed: int, limit: int, encoder: str) -> np.ndarray:
-    """Return the log-probabilities of both text experts on the queries of a task."""
-    task = load_task(name)
-    shown, texts = task.sample(None, seed), [row.text for row in task.queries(limit)]
-    embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder=encoder), task, shown, "cpu")
-    experts = (embeddings, TfidfExpert.fit(task, shown))
+def text_scores(
+    task: Task, demonstrations: Sequence[Example], queries: Sequence[Example], encoder: str
+) -> np.ndarray:
+    """Return the log-probabilities of both text experts on some queries of a task."""
+    texts = [row.text for row in queries]
+    embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder=encoder), task, demonstrations, "cpu")
+    experts = (embeddings, TfidfExpert.fit(task, demonstrations))
     return np.stack([expert.scores(texts, "cpu").double().log_softmax(-1).numpy() for expert in experts])
+
+
+def collect_fresh(
+    model: str, tasks: Sequence[str], seeds: int, limit: int, folder: Path, encoder: str
+) -> dict[tuple[str, int], Scores]:
+    """Return the scores of all members by task and new seed, on up to ``limit`` rows outside the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    collected, decoder = {}, None
+    for seed, name in product(range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + seeds), tasks):
+        path = folder / f"{name}-{seed}.npz"
+        if not path.is_file():
+            decoder = decoder or Decoder.from_pretrained(model, dtype="bfloat16")
+            task = load_task(name)
+            used = {row.text for row in task.queries(limit)}
+            rest = replace(task, test=tuple(row for row in task.test if row.text not in used))
+            queries, demonstrations = rest.queries(limit), task.sample(None, seed)
+            (anchored,) = make_methods(["anchored"])
+            predictor = anchored.fit(decoder, task, demonstrations, seed)
+            llm = predictor.log_probs([row.text for row in queries]).double().log_softmax(-1).numpy()
+            text = text_scores(task, demonstrations, queries, encoder)
+            gold = [row.label for row in queries]
+            np.savez_compressed(path, scores=np.concatenate([llm[None], text]), gold=gold)
+            print(f"{name}, seed {seed}: LLM {(llm.argmax(1) == gold).mean():.3f}", flush=True)
+        stored = np.load(path)
+        collected[name, seed] = {"scores": stored["scores"], "gold": stored["gold"], "rivals": {}}
+    return collected
 
 
 def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
@@ -179,19 +217,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", help="a store, or fresh")
+    parser.add_argument("model", nargs="?", help="of fresh")
+    parser.add_argument("--tasks", default=FRESH_TASKS, help="of fresh")
+    parser.add_argument("--seeds", type=int, default=4, help="of fresh")
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--encoder", default=MINILM, help="minilm, or a folder of sentence-transformers")
     parser.add_argument("--scores", type=Path, required=True, help="one folder per store and encoder")
     parser.add_argument("--weak", default="mr,subj,tickets,trec", help="tasks of the draws with few rows")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    collected = collect(Store.open(given.store), given.limit, given.scores, given.encoder)
+    rest = (given.limit, given.scores, given.encoder)
+    if given.store == "fresh":
+        collected = collect_fresh(given.model, given.tasks.split(","), given.seeds, *rest)
+    else:
+        collected = collect(Store.open(Path(given.store)), *rest)
     tasks = {task for task, _ in collected}
     priors = {task: priors_of_other_tasks(collected, task) for task in sorted(tasks)}
     records = {f"{task} {seed}": evaluate(one, priors[task]) for (task, seed), one in collected.items()}
+    first = min(seed for _, seed in collected)
     weak = {
-        f"{task} {rows}": weak_evidence(collected[task, 0], rows)
+        f"{task} {rows}": weak_evidence(collected[task, first], rows)
         for task in given.weak.split(",")
         for rows in FEW_ROWS
     }
