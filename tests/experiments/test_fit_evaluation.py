@@ -364,10 +364,16 @@ def test_advice_for_text_methods_names_their_expert(rival, expert):
     assert fit_evaluation.advice(members, rival) == (
         f"{rival} alone is the cheaper choice, since it needs no LLM (--experts {expert})"
     )
-    without_llm = partial(fit_evaluation.advice, uses_llm=False)
-    assert without_llm(members[1:], rival) == f"use {rival} alone (--experts {expert})"
-    assert without_llm([], rival) == f"add {expert} to --experts"
     assert EnsembleConfig(experts=expert).uses_llm is False
+
+
+def test_advice_without_the_llm_prefers_the_expert_without_an_encoder():
+    members = ["sentence_embeddings", "char_tfidf"]
+    without_llm = partial(fit_evaluation.advice, uses_llm=False)
+    assert "needs no sentence encoder (--experts tfidf)" in without_llm(members, "char_tfidf")
+    assert without_llm(members, "sentence_embeddings").endswith("alone (--experts embeddings)")
+    assert without_llm(["char_tfidf"], "sentence_embeddings") == "add embeddings to --experts"
+    assert fit_evaluation.cheaper_methods(uses_llm=False) == ("char_tfidf",)
 
 
 def test_advice_names_the_experts_that_need_no_llm_if_it_adds_nothing():

@@ -12,6 +12,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from commands import run
 from fitting import raises, random_injection
 from i2cl import Decoder, Example, I2CLClassifier, Injection, InjectionPool, Task, Template, with_temperature
+from i2cl.core.experts import TfidfExpert
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble, plain_injection
 from tiny import tiny_folder
 
@@ -107,6 +108,16 @@ def test_cross_validation_does_not_run_the_model(call, tmp_path, home, no_forwar
     code, out, err = call("fit", home / "model", few, "--experts", "tfidf", "-o", tmp_path / "task")
     assert code == 0, err
     assert "15 labelled rows by cross-validation" in out
+
+
+def test_held_out_evaluation_does_not_fit_a_text_expert_again(call, home, tmp_path, monkeypatch):
+    fits, fit = [], TfidfExpert.fit
+    monkeypatch.setattr(TfidfExpert, "fit", lambda *given: fits.append(given) or fit(*given))
+    words = ["--experts", "tfidf", "--json", "-o", tmp_path / "task"]
+    code, out, err = call("fit", home / "model", home / "rows.csv", *words)
+    assert code == 0, err
+    assert len(fits) == 1
+    assert json.loads(out)["evaluation"]["methods"]["char_tfidf"]["fit_seconds"] > 0
 
 
 def test_predict_does_not_load_the_model(call, home, no_model):

@@ -12,7 +12,7 @@ answers, so the weights multiply log-odds. `i2cl.injections.ensemble` fits the w
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -44,11 +44,13 @@ class TextExpert(ABC):
 
     Attributes:
         weights: log-odds of each label per feature; the last column is the intercept.
+        fit_seconds: duration of the fit; 0 if the expert was loaded.
         name: name of the member.
         tensor_names: names of its tensors in an artefact.
     """
 
     weights: Float[Tensor, "labels inputs"]
+    fit_seconds: float = field(default=0.0, kw_only=True)
 
     name: ClassVar[str]
     tensor_names: ClassVar[tuple[str, ...]]

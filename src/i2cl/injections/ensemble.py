@@ -7,8 +7,10 @@ pool is convex in the weights. A weight is an inverse temperature: a pool of one
 scaling. In a multi-label task every pair of a row and a label is a row with two labels: no or yes.
 """
 
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -176,11 +178,15 @@ def fit_ensemble(
 def fit_expert(
     name: str, config: EnsembleConfig, task: Task, demonstrations: Examples, device: str
 ) -> TextExpert:
-    """Fit a text expert by its name. Raises I2CLError as `fit_ensemble`."""
+    """Fit a text expert by its name, and time the fit. Raises I2CLError as `fit_ensemble`."""
+    started = time.perf_counter()
+    expert: TextExpert
     if name == TfidfExpert.name:
-        return TfidfExpert.fit(task, demonstrations)
-    embeddings = config.embeddings or EmbeddingsConfig(embeddings_c=config.embeddings_c)
-    return EmbeddingsExpert.fit(embeddings, task, demonstrations, device)
+        expert = TfidfExpert.fit(task, demonstrations)
+    else:
+        embeddings = config.embeddings or EmbeddingsConfig(embeddings_c=config.embeddings_c)
+        expert = EmbeddingsExpert.fit(embeddings, task, demonstrations, device)
+    return replace(expert, fit_seconds=time.perf_counter() - started)
 
 
 def likely_weights(

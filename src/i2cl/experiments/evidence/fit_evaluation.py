@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
+from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
@@ -41,7 +41,7 @@ from i2cl.injections.ensemble import (
 )
 from i2cl.methods import Cost, Injector, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
+from i2cl.methods.classifiers import CharTfidf, ExpertPredictor, SentenceEmbeddings
 from i2cl.methods.cross_validation import (
     FOLDS,
     CrossValidatedPredictor,
@@ -73,6 +73,11 @@ T = TypeVar("T")
 def free_baselines(*, uses_llm: bool) -> tuple[str, ...]:
     """Return the baselines that need no fit, for a fit with or without the LLM."""
     return FREE if uses_llm else FREE_WITHOUT_LLM
+
+
+def cheaper_methods(*, uses_llm: bool) -> Collection[str]:
+    """Return the methods that are preferred to a fit of the same accuracy."""
+    return TEXT_METHODS if uses_llm else (CharTfidf.name,)
 
 
 class FitObserver:
@@ -338,6 +343,8 @@ def evaluate_fit(
     experts = [expert.name for expert in injection.head.experts]
     members = [texts[name].full_name for name in experts]
     priors = [TEXT_PRIORS[name] for name in experts]
+    if not plan.folds:
+        fits |= {texts[expert.name]: partial(fitter.use_expert, expert) for expert in injection.head.experts}
     if injection.head.uses_llm:
         evaluated = method if injection.label_bias is None else LabelPrior(method)
         fits[evaluated] = partial(fitter.use_injection, injection, refit, seconds)
@@ -402,6 +409,11 @@ class _Fitter:
                 predictor.cost,
             )
         return Fitted(method, predictor, self.demonstrations, self.seed, seconds)
+
+    def use_expert(self, expert: TextExpert, method: Method) -> Fitted:
+        """Return a text expert of the fit that is evaluated."""
+        predictor = ExpertPredictor(expert, str(self.decoder.device))
+        return Fitted(method, predictor, self.demonstrations, self.seed, expert.fit_seconds)
 
     def fit_per_fold(self, method: Method, shown: Examples) -> Fitted:
         """Fit a method once per fold."""
@@ -484,7 +496,7 @@ def _with_evaluation(
         run.n,
         free_baselines(uses_llm=uses_llm),
         missing=plan.missing,
-        cheaper=TEXT_METHODS,
+        cheaper=cheaper_methods(uses_llm=uses_llm),
         parts=names,
         advise=advise,
     )
@@ -568,15 +580,7 @@ def advice(members: Collection[str], rival: str, *, uses_llm: bool = True) -> st
         uses_llm: whether the LLM is a member.
     """
     if rival in TEXT_METHODS:
-        expert = TEXT_METHODS[rival]
-        if not uses_llm:
-            return (
-                f"use {rival} alone (--experts {expert})"
-                if rival in members
-                else f"add {expert} to --experts"
-            )
-        combine = "" if rival in members else "; or leave out --experts, to combine it with the LLM"
-        return f"{rival} alone is the cheaper choice, since it needs no LLM (--experts {expert}){combine}"
+        return _advise_text_method(rival, is_member=rival in members, uses_llm=uses_llm)
     if rival in members:
         return f"use {rival} alone (--experts llm), or give more rows, which make the weights more reliable"
     if rival == "majority_class":
@@ -584,6 +588,16 @@ def advice(members: Collection[str], rival: str, *, uses_llm: bool = True) -> st
     if rival == "few_shot":
         return "use few_shot if its longer prompts are affordable"
     return f"use {rival}, which needs no fit, or fit more rows" if rival in FREE else f"use {rival} instead"
+
+
+def _advise_text_method(rival: str, *, is_member: bool, uses_llm: bool) -> str:
+    option = f"--experts {TEXT_METHODS[rival]}"
+    if uses_llm:
+        combine = "" if is_member else "; or leave out --experts, to combine it with the LLM"
+        return f"{rival} alone is the cheaper choice, since it needs no LLM ({option}){combine}"
+    if rival == CharTfidf.name:
+        return f"{rival} alone is the cheaper choice, since it needs no sentence encoder ({option})"
+    return f"use {rival} alone ({option})" if is_member else "add embeddings to --experts"
 
 
 def advise_without_llm(

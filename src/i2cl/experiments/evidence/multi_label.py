@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from i2cl.core.experts import TextExpert
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.core.multi_label import frequency_bias, indicators
 from i2cl.experiments.evidence.fit_evaluation import (
-    TEXT_METHODS,
     EvaluationPlan,
     FitObserver,
     FitRequest,
     Threshold,
     advice,
     advise_without_llm,
+    cheaper_methods,
     run_all,
     with_weights,
 )
@@ -175,7 +176,7 @@ def evaluate_multi_label(
     def refitted(some: Examples) -> Predictor:
         return injection_predictor(refit(some) if plan.folds else injection, decoder, task)
 
-    def run(fit: Callable[[Examples], Predictor]) -> Run:
+    def run(fit: Callable[[Examples], Predictor], known_seconds: float | None) -> Run:
         started = time.perf_counter()
         predictor: Predictor
         if plan.folds:
@@ -186,18 +187,22 @@ def evaluate_multi_label(
         fitted = time.perf_counter()
         probabilities = predictor.log_probs(texts, observer.scored).double().exp().numpy()
         milliseconds = 1000 * (time.perf_counter() - fitted) / len(texts)
-        fit_seconds = seconds if fit is refitted else (fitted - started) / max(1, plan.folds)
+        fit_seconds = (fitted - started) / max(1, plan.folds) if known_seconds is None else known_seconds
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
-    fits, texts_by_expert = baselines(decoder, task, plan, request.ensemble), text_methods(request.ensemble)
-    experts = [expert.name for expert in injection.head.experts]
+    texts_by_expert, experts = text_methods(request.ensemble), [one.name for one in injection.head.experts]
+    fitted_experts = () if plan.folds else injection.head.experts
+    fits = baselines(decoder, task, plan, request.ensemble, fitted_experts)
+    known_seconds = {texts_by_expert[one.name].full_name: one.fit_seconds for one in fitted_experts}
     members = [texts_by_expert[expert].full_name for expert in experts]
     priors = [TEXT_PRIORS[expert] for expert in experts]
     if injection.head.uses_llm:
-        fits[name] = refitted
+        fits[name], known_seconds[name] = refitted, seconds
         members, priors = [name, *members], [llm_prior(request.method), *priors]
     runs, not_run = run_all(
-        {method: partial(run, fit) for method, fit in fits.items()}, {ZERO_SHOT, *members}, observer
+        {method: partial(run, fit, known_seconds.get(method)) for method, fit in fits.items()},
+        {ZERO_SHOT, *members},
+        observer,
     )
     gold = indicators(plan.rows, len(task.labels))
     return _with_evaluation(injection, runs, not_run, members, priors, gold, plan, request)
@@ -226,7 +231,9 @@ def _with_evaluation(
     counts = {method: label_counts(answer, gold) for method, answer in answers.items()}
     rivals = {method: compare(counts[name], rival) for method, rival in counts.items() if method != name}
     advise, free = partial(advice, members, uses_llm=uses_llm), FREE if uses_llm else FREE[:1]
-    comparison = verdict(rivals, len(gold), free, cheaper=TEXT_METHODS, parts=members, advise=advise)
+    comparison = verdict(
+        rivals, len(gold), free, cheaper=cheaper_methods(uses_llm=uses_llm), parts=members, advise=advise
+    )
     llm_gain: dict[str, float] = {}
     if uses_llm and len(members) > 1:
         without = decide(cross_fitted_probabilities(pairs[1:], gold, priors[1:]), gold, threshold)
@@ -355,11 +362,16 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
 
 
 def baselines(
-    decoder: Decoder, task: Task, plan: EvaluationPlan, config: EnsembleConfig
+    decoder: Decoder,
+    task: Task,
+    plan: EvaluationPlan,
+    config: EnsembleConfig,
+    fitted_experts: Sequence[TextExpert] = (),
 ) -> dict[str, Callable[[Examples], Predictor]]:
     """Return how each baseline is fitted to demonstrations. All text experts are among them.
 
     Without cross-validation, the label frequencies are those of all training rows that are not in the plan.
+    ``fitted_experts`` are not fitted again.
     """
     labels, device = len(task.labels), str(decoder.device)
     scored = {row.text for row in plan.rows}
@@ -376,7 +388,8 @@ def baselines(
         return _Baseline(lambda texts: (scorer.scores(texts) + bias).double().sigmoid().numpy())
 
     def text_expert(name: str, shown: Examples) -> Predictor:
-        expert = fit_expert(name, config, task, shown, device)
+        fitted = (expert for expert in fitted_experts if expert.name == name)
+        expert = next(fitted, None) or fit_expert(name, config, task, shown, device)
         cost = ExpertPredictor(expert, device).cost
         return _Baseline(lambda texts: expert.scores(texts, device).double().sigmoid().numpy(), cost)
 

@@ -96,6 +96,7 @@ def predict(
     load.libraries()
     from i2cl.core.injection import Injection
 
+    load.quiet()
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     table = replace(table, labels=injection.task.labels, thresholds=injection.head.thresholds)
     for name, column in table.renamed.items():
