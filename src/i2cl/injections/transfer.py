@@ -173,6 +173,7 @@ def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions
 
 
 def _require_base(name: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
+    injection.require_llm()
     identity = base.base if isinstance(base, Decoder) else base
     if injection.report.settings.get("method") == "anchored":  # coefficients are 1 for every task
         raise I2CLError(f"the coefficients of {name} do not depend on its task (anchored): fit it with i2cl")
