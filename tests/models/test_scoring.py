@@ -122,6 +122,23 @@ def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, position
     assert once or forked == decoder.tokens
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_after_cached_demonstrations_runs_once_for_all_labels(case):
+    model_type, variant = CASES[case]
+    wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
+    model = tiny_model(model_type, **variant | wide)
+    decoder = Counting(model, tiny_tokenizer(), name=case, token_budget=256)
+    asked = scorer(decoder, "sequence", MANY)
+    prefix = decoder.prefix(decoder.encoder(["A cold river. warm\n"])[0])
+    queries = asked.queries(TEXTS[:3])
+    decoder.tokens = 0
+    result = score(decoder, queries, asked.labels, prefix=prefix)
+    forked, decoder.tokens, can_fork = decoder.tokens, 0, decoder.can_fork
+    decoder.can_fork = False
+    assert close(result, score(decoder, queries, asked.labels, prefix=prefix))
+    assert (1.5 * forked < decoder.tokens) is can_fork
+
+
 @pytest.fixture(params=[("gemma2", "sliding_window"), ("gpt2", "n_positions")], ids=lambda pair: pair[0])
 def limited(request):
     """A decoder with a context or window of 42 tokens, and scorer with many labels."""
@@ -141,6 +158,19 @@ def test_queries_beyond_a_window_or_the_context_do_not_share_a_row(limited):
     decoder.tokens, decoder.can_fork = 0, False
     assert close(result, score(decoder, queries, asked.labels))
     assert once < decoder.tokens
+
+
+def test_cached_demonstrations_count_towards_a_window_and_the_context(limited):
+    decoder, asked = limited
+    queries = asked.queries(["dull"])
+    room = 42 - len(queries[0]) - len(Trie.of(asked.labels.sequences).tokens)
+    fitting, long = (decoder.prefix((5,) * length) for length in (room, room + 1))
+    tokens = []
+    for prefix in (fitting, long):
+        decoder.tokens = 0
+        score(decoder, queries, asked.labels, prefix=prefix)
+        tokens.append(decoder.tokens)
+    assert tokens[0] < tokens[1]
 
 
 def test_queries_keep_their_own_vectors_in_mixed_batches(limited):

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
@@ -279,10 +280,12 @@ class Decoder:
             self._require_window(prefix, batch.input_ids.shape[1])
             arguments = prefix.arguments(batch.input_ids)
         if batch.position_ids is not None:
-            arguments["position_ids"] = batch.position_ids
+            start = 0 if prefix is None else prefix.next_position
+            arguments["position_ids"] = batch.position_ids + start
         if batch.visible is not None:  # as a mask that transformers adds to the attention's logits
-            mask = torch.zeros(batch.visible.shape, dtype=self.model.dtype, device=batch.visible.device)
-            mask.masked_fill_(~batch.visible, torch.finfo(mask.dtype).min)
+            visible = batch.visible if prefix is None else pad(batch.visible, (prefix.length, 0), value=True)
+            mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
+            mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)
             arguments["attention_mask"] = mask[:, None]
         select = partial(batching.gather, positions, batch.packed)
         head_hook = edit_inputs([(self.model.get_output_embeddings(), select)])

@@ -289,15 +289,16 @@ class _Request:
 
         The full label sequences of a query share one row, as branches of a trie, where model and edit allow
         it. That excludes models that build masks or positions themselves, rows beyond the sliding window or
-        the context length, edits that depend on a token's position, and cached prefixes.
+        the context length, edits that depend on a token's position, and pruned prefixes.
         """
         if not any(labels.full_sequences for labels in self.labels):
             yield from self._single_tokens()
             return
         decoder, forks, others = self.decoder, list[int](), list[int]()
-        may_fork = self.prefix is None and (self.edit is None or self.edit.everywhere) and decoder.can_fork
-        limits = (decoder.window, decoder.max_length, MAX_FORK_LENGTH)
-        limit = min(limit for limit in limits if limit)
+        is_pruned = self.prefix is not None and self.prefix.is_pruned
+        may_fork = not is_pruned and (self.edit is None or self.edit.everywhere) and decoder.can_fork
+        lengths = [length - self._reserve for length in (decoder.window, decoder.max_length) if length]
+        limit = min([*lengths, MAX_FORK_LENGTH])
         for row, (query, labels) in enumerate(zip(self.queries, self.labels, strict=True)):
             fits = may_fork and len(query) + len(Trie.of(labels.sequences).tokens) <= limit
             (forks if fits else others).append(row)
@@ -333,11 +334,12 @@ class _Request:
             rows = tuple(chosen[index] for index in batch.rows)
             forked = forked_batch([self.queries[row] for row in rows], row_tries, self.decoder.device)
             at = _from_last(forked, 1 + max(len(trie.tokens) for trie in row_tries))
-            logits = self.decoder.forward(replace(forked, rows=rows), at=at, edit=self.edit)
+            forked = replace(forked, rows=rows)
+            logits = self.decoder.forward(forked, at=at, edit=self.edit, prefix=self.prefix)
             return edge_scores(logits, row_tries)
 
         ids = [self.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
-        for batch, parts in self.decoder.run_batches(ids, run):
+        for batch, parts in self.decoder.run_batches(ids, run, reserve=self._reserve):
             cells = _cells([chosen[index] for index in batch.rows], [len(values) for values in parts])
             yield cells, torch.cat(parts), len(batch.rows)
 
