@@ -10,6 +10,7 @@ from i2cl import Example, Task, Template, make_methods
 from i2cl.core.plan import MAX_EXAMPLES, FitSize, plan_fit
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import draw, draw_within_budget, up_to
+from i2cl.models.trie import Trie
 
 ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 
@@ -41,8 +42,8 @@ def fast(monkeypatch):
     def at(seconds_per_token):
         made = module._Speed.of
 
-        def timed(decoder, task, method):
-            speed = made(decoder, task, method)
+        def timed(decoder, task, method, ensemble=None):
+            speed = made(decoder, task, method, ensemble)
             return replace(speed, seconds_per_token=seconds_per_token, seconds_per_batch=0.0)
 
         monkeypatch.setattr(module._Speed, "of", timed)
@@ -138,13 +139,35 @@ def test_the_estimate_of_an_evaluation_counts_passes_and_refits(decoder, fast):
     drawn = draw(task, ANCHORED, 2, 0, from_file=True, keep_back=None, scored=True)
     assert drawn.evaluation_seconds(task.train) == 0, "the model is not known"
     drawn = drawn.timed(decoder, task, ANCHORED)
-    rows, shown = (tokens_of(drawn.speed, some) for some in (task.train, drawn.demonstrations))
-    assert drawn.evaluation_seconds(task.train) == pytest.approx(4 * rows + shown)
+    rows = tokens_of(drawn.speed, task.train)
+    few_shot = drawn.speed.few_shot(task.train, drawn.demonstrations)
+    in_folds = drawn.speed.few_shot(task.train, drawn.demonstrations, folds=3)
+    zero_shot = drawn.speed.zero_shot(task.train)
+    assert drawn.evaluation_seconds(task.train) == pytest.approx(rows + zero_shot + few_shot)
     refits = drawn.evaluation_seconds(task.train, folds=3) - drawn.evaluation_seconds(task.train)
-    assert refits == pytest.approx(2 * drawn.seconds)
+    assert refits == pytest.approx(2 * drawn.seconds + in_folds - few_shot)
     several = [replace(row, label=-1, labels=(row.label,)) for row in task.train]
-    assert drawn.evaluation_seconds(several) == pytest.approx(2 * rows + shown)
+    assert drawn.evaluation_seconds(several) == pytest.approx(2 * rows)
     assert drawn.evaluation_seconds(()) == 0
+    encoded = replace(drawn, speed=replace(drawn.speed, encoder_seconds=3.0))
+    longer = encoded.evaluation_seconds(task.train) - drawn.evaluation_seconds(task.train)
+    assert longer == pytest.approx(3.0 * len(task.train))
+
+
+def test_the_estimate_of_prompts_counts_full_labels_and_cached_demonstrations(decoder, fast):
+    fast(1.0)
+    task = of(4, 4)  # labels share their first token
+    speed = module._Speed.of(decoder, task, ANCHORED)
+    sequences = speed.scorer.labels.sequences
+    once = tokens_of(speed, task.train) + 8 * len(Trie.of(sequences).tokens)
+    assert speed.zero_shot(task.train) == once
+    shown = task.train[:2]
+    cached = tokens_of(speed, shown) + 2 * len(sequences[0])
+    few_shot = cached * (1 + cached / 2 / decoder.d_model) + once * (1 + cached / decoder.d_model)
+    assert speed.few_shot(task.train, shown) == pytest.approx(few_shot)
+    distinct = replace(task, labels=("one", "two"), template=Template("{text}:{label}"))
+    speed = module._Speed.of(decoder, distinct, ANCHORED)
+    assert speed.zero_shot(task.train) == tokens_of(speed, task.train)
 
 
 def test_many_small_batches_take_longer_than_few(decoder):

@@ -10,6 +10,7 @@ from statistics import median_low
 from typing import Literal
 
 from i2cl.core.anchored import fit_memory
+from i2cl.core.experts import EmbeddingsExpert
 from i2cl.core.plan import (
     BACKWARD,
     MAX_EXAMPLES,
@@ -20,13 +21,16 @@ from i2cl.core.plan import (
     plan_fit,
 )
 from i2cl.core.recipe import ACTIVE_SUBLAYERS
+from i2cl.encoders import EmbeddingsConfig, embed, frozen_encoder
 from i2cl.errors import I2CLError
+from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.methods import Method, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
+from i2cl.models.trie import Trie
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_multi_label, sample_per_class
 
@@ -35,9 +39,7 @@ PATIENCE_S = 300.0  # default time budget of a fit
 KEEP_BACK = 5  # one row in five is held out by default, if there are no test rows
 MIN_ROWS_TO_KEEP_BACK = 10  # classes with fewer rows keep all of them as demonstrations
 TIMED_TOKENS = 256  # in the batch that measures the model's speed
-# Inference passes over the rows of an evaluation: of zero_shot, of the fit, and of few_shot, whose prompts
-# take about as long as two. Multi-label tasks have no few_shot.
-EVALUATION_PASSES, MULTI_LABEL_PASSES = 4, 2
+TIMED_TEXTS = 16  # that measure the sentence encoder's speed
 MIN_SHOTS = 5  # demonstrations per class that are drawn however long the fit takes: the paper's number
 Shots = int | Literal["all"] | None  # per class; every row; or by default
 CHOICES = (MAX_SHOTS, 15, 10, 8, 6, MIN_SHOTS, 4, 3, 2, 1)
@@ -70,13 +72,21 @@ class Draw:
     more: tuple[int, int, float] | None = None
     speed: "_Speed | None" = field(default=None, repr=False, compare=False)
 
-    def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
-        """Return the same draw with an estimate of the time that the fit takes."""
-        speed = _Speed.of(decoder, task, method)
+    def timed(
+        self, decoder: Decoder, task: Task, method: Method, ensemble: EnsembleConfig | None = None
+    ) -> "Draw":
+        """Return the same draw with an estimate of the time that the fit takes.
+
+        ``ensemble``: the text experts, whose sentence encoder is timed; None for the LLM alone.
+        """
+        speed = _Speed.of(decoder, task, method, ensemble)
         return replace(self, seconds=speed.estimate(self.demonstrations), speed=speed)
 
     def evaluation_seconds(self, rows: Examples, folds: int = 0) -> float:
         """Estimate the seconds that the evaluation takes after the fit; 0 before the model is known.
+
+        It scores the rows with the fit, zero_shot, few_shot (except in a multi-label task) and the sentence
+        encoder. The other methods take no time in comparison.
 
         Args:
             rows: the rows to score.
@@ -84,9 +94,12 @@ class Draw:
         """
         if self.speed is None or self.seconds is None or not rows:
             return 0.0
-        passes = EVALUATION_PASSES if rows[0].labels is None else MULTI_LABEL_PASSES
-        scoring = passes * self.speed.scoring(rows) + self.speed.scoring(self.demonstrations)
-        return scoring + max(0, folds - 1) * self.seconds
+        speed, shown = self.speed, self.demonstrations
+        refits = folds * speed.encoding(shown) + max(0, folds - 1) * self.seconds
+        seconds = speed.scoring(rows) + speed.encoding(rows) + refits
+        if rows[0].labels is not None:
+            return seconds + speed.scoring(rows)
+        return seconds + speed.zero_shot(rows) + speed.few_shot(rows, shown, max(1, folds))
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
@@ -186,13 +199,14 @@ def draw_within_budget(
     keep_back: int | None,
     scored: bool,
     shots: Literal["all"] | None = None,
+    ensemble: EnsembleConfig | None = None,
 ) -> Draw:
     """Draw as many demonstrations as anchored calibration can fit in `PATIENCE_S` seconds.
 
     These are `MIN_SHOTS` to `MAX_SHOTS` per class; fewer only where more would exceed its limits. With
     ``"all"`` shots, every row is drawn, and none held out unless ``keep_back`` says so.
     """
-    speed, largest = _Speed.of(decoder, task, method), _largest(task)
+    speed, largest = _Speed.of(decoder, task, method, ensemble), _largest(task)
     if shots == "all":
         rows = up_to(task, largest, seed, keep_back or 0)
         return Draw(rows, largest, len(task.train), keep_back or 0, speed.estimate(rows), speed=speed)
@@ -238,15 +252,21 @@ def _check_size(shown: Examples) -> None:
 
 @dataclass(frozen=True)
 class _Speed:
-    """Speed of a model on a task's texts: a pass over a batch takes a fixed time, and some for each token."""
+    """Speed of a model and a sentence encoder on a task's texts.
+
+    A pass over a batch takes a fixed time, and some for each token.
+    """
 
     scorer: LabelScorer
     method: Method
     seconds_per_token: float
     seconds_per_batch: float
+    encoder_seconds: float = 0.0  # per text; 0 without a sentence encoder
 
     @classmethod
-    def of(cls, decoder: Decoder, task: Task, method: Method) -> "_Speed":
+    def of(
+        cls, decoder: Decoder, task: Task, method: Method, ensemble: EnsembleConfig | None = None
+    ) -> "_Speed":
         """Time a batch of `TIMED_TOKENS` tokens in texts of median length, and a text of few tokens."""
         anchored = isinstance(method, Anchored)
         scorer = LabelScorer.for_fit(decoder, task) if anchored else LabelScorer(decoder, task, "sequence")
@@ -258,9 +278,10 @@ class _Speed:
         short = [queries[0][:1]]
         next_token_log_probabilities(decoder, short)  # the first pass allocates memory
         seconds_per_batch = _seconds(decoder, short)
-        seconds = _seconds(decoder, queries)
-        per_token = max(seconds - seconds_per_batch, seconds / 2) / sum(map(len, queries))
-        return cls(scorer, method, per_token, seconds_per_batch)
+        # With the fixed time of a batch, which overlaps with computing: larger batches gain nothing more.
+        per_token = _seconds(decoder, queries) / sum(map(len, queries))
+        texts = [row.text for row in rows[:TIMED_TEXTS]]
+        return cls(scorer, method, per_token, seconds_per_batch, _encoder_seconds(texts, decoder, ensemble))
 
     def seconds(self, shown: Examples) -> float:
         """Estimate the seconds of a fit; infinite if it does not fit into memory."""
@@ -276,17 +297,61 @@ class _Speed:
         fewer steps, and other work on the machine slows it down. Raises I2CLError as `plan_fit`.
         """
         plan = self._plan(shown)
-        tokens = sum(map(len, self.scorer.queries([row.text for row in shown])))
+        tokens = self._tokens(shown)
         decoder = self.scorer.decoder
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
-        return plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
+        seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
+        return seconds + self.encoding(shown)
 
     def scoring(self, rows: Examples) -> float:
-        """Estimate the seconds of an inference pass over rows."""
-        tokens = sum(map(len, self.scorer.queries([row.text for row in rows])))
+        """Estimate the seconds of an inference pass over rows, with a single pass for all labels."""
+        return self._inference(self._tokens(rows))
+
+    def encoding(self, rows: Examples) -> float:
+        """Estimate the seconds that the sentence encoder takes, if any."""
+        return len(rows) * self.encoder_seconds
+
+    def zero_shot(self, rows: Examples) -> float:
+        """Estimate the seconds of prompting. It scores full labels if they share first tokens."""
+        return self._inference(self._prompt_tokens(rows))
+
+    def few_shot(self, rows: Examples, shown: Examples, folds: int = 1) -> float:
+        """Estimate the seconds of prompting with cached demonstrations.
+
+        Attending to the cache takes as long as the rest of the model once it has as many tokens as the model
+        is wide.
+
+        Args:
+            rows: the rows to score.
+            shown: the demonstrations.
+            folds: number of times that demonstrations are cached: all but one fold of them, if there are any.
+        """
+        decoder = self.scorer.decoder
+        tokens = self._tokens(shown) + sum(len(self._sequences[row.label]) for row in shown)
+        cached = min(tokens * (folds - 1 or 1) / folds, decoder.max_length or inf)
+        caching = folds * self._inference(cached) * (1 + cached / 2 / decoder.d_model)
+        return caching + self._inference(self._prompt_tokens(rows)) * (1 + cached / decoder.d_model)
+
+    def _inference(self, tokens: float) -> float:
         batches = ceil(tokens / self.scorer.decoder.training_budget)
         return tokens * self.seconds_per_token + batches * self.seconds_per_batch
+
+    def _tokens(self, rows: Examples) -> int:
+        return sum(map(len, self.scorer.queries([row.text for row in rows])))
+
+    def _prompt_tokens(self, rows: Examples) -> int:
+        """Count the tokens of a prompt for each row, with the labels if they share first tokens."""
+        tokens, sequences = self._tokens(rows), self._sequences
+        if len({ids[:1] for ids in sequences}) == len(sequences):
+            return tokens
+        if self.scorer.decoder.can_fork:  # one row for all labels
+            return tokens + len(rows) * len(Trie.of(sequences).tokens)
+        return tokens * len(sequences) + len(rows) * sum(len(ids) - 1 for ids in sequences)
+
+    @property
+    def _sequences(self) -> tuple[Ids, ...]:
+        return self.scorer.labels.sequences
 
     def _plan(self, shown: Examples) -> FitPlan:
         decoder, method = self.scorer.decoder, self.method
@@ -302,6 +367,18 @@ class _Speed:
         if isinstance(method, I2CL) and method.calibration.optimizer == "adamw":
             batch_size = method.calibration.batch_size
         return FitPlan("adamw", passes, batch_size)
+
+
+def _encoder_seconds(texts: Sequence[str], decoder: Decoder, ensemble: EnsembleConfig | None) -> float:
+    """Time the sentence encoder of an ensemble: seconds per text, or 0 without one."""
+    if ensemble is None or EmbeddingsExpert.name not in ensemble.members():
+        return 0.0
+    config = ensemble.embeddings or EmbeddingsConfig()
+    encoder = frozen_encoder(config.encoder, str(decoder.device))  # stays in memory for the fit
+    embed(encoder, texts[:1])  # the first pass allocates memory
+    started = time.perf_counter()
+    embed(encoder, texts)
+    return (time.perf_counter() - started) / len(texts)
 
 
 def _seconds(decoder: Decoder, queries: Sequence[Ids]) -> float:

@@ -273,6 +273,7 @@ def _draw(
         "keep_back": chosen.keep_back,
         "scored": scored and not task.test,
     }
+    ensemble = request.ensemble
     early = draw(task, method, seed=chosen.seed, from_file=from_file, **choice)
     if from_file and isinstance(chosen.number, int):
         warn_of_small_classes(task, chosen.number)
@@ -283,8 +284,8 @@ def _draw(
             return early
         with console.waiting("timing the model"):
             if early is None:
-                return draw_within_budget(decoder, task, method, chosen.seed, **choice)
-            return early.timed(decoder, task, method)
+                return draw_within_budget(decoder, task, method, chosen.seed, **choice, ensemble=ensemble)
+            return early.timed(decoder, task, method, ensemble)
 
     return timed
 

@@ -84,7 +84,7 @@ def update(
     injection.require_base(decoder)
     all_rows = Draw(task.train, len(task.train), len(task.train))
     if injection.head.uses_llm:
-        all_rows = all_rows.timed(decoder, task, method)
+        all_rows = all_rows.timed(decoder, task, method, request.ensemble)
     plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
     survey, summary = fit.describe_rows(task, decoder, all_rows, plan, updates=True)
     if not json:
