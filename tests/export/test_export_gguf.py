@@ -2,8 +2,9 @@
 
 import sys
 from contextlib import redirect_stdout
+from importlib.machinery import ModuleSpec
 from io import StringIO
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,7 +157,10 @@ def test_a_missing_llama_cpp_is_named_before_the_file_is_written(tmp_path, call,
     assert "needs the package xllamacpp" in refused("verify", tmp_path / "out.gguf")
 
 
-def test_bad_input_is_one_line(tmp_path, refused):
+def test_bad_input_is_one_line(tmp_path, refused, monkeypatch):
+    llama = ModuleType("xllamacpp")  # not used, since the files are checked first
+    llama.__spec__ = ModuleSpec("xllamacpp", None, origin="installed")
+    monkeypatch.setitem(sys.modules, "xllamacpp", llama)
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out, folder = tmp_path / "out.gguf", tmp_path / "folder.gguf"
     folder.mkdir()

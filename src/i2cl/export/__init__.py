@@ -12,6 +12,7 @@ from i2cl.export.folding import fold
 from i2cl.export.gguf import export_gguf
 from i2cl.export.golden import Golden, Verification, make_golden
 from i2cl.export.peft import export_peft
+from i2cl.export.precheck import require_holdable
 from i2cl.export.servers import verify_gguf, verify_server
 from i2cl.export.verify import verify
 
@@ -35,6 +36,7 @@ __all__ = [
     "export_peft",
     "fold",
     "make_golden",
+    "require_holdable",
     "verify",
     "verify_gguf",
     "verify_server",

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.errors import I2CLError
-from i2cl.export.folding import Folding, lm_head_name, save_model
+from i2cl.export.folding import FoldedStructure, Folding, lm_head_name, save_model
 from i2cl.export.golden import TEXTS, Golden, make_golden
 from i2cl.export.verify import make_pipeline, verify_classifier
 from i2cl.models.architectures import ARCHITECTURES
@@ -148,12 +148,7 @@ def add_classification_head(
         I2CLError: if transformers has no sequence classifier of the model type whose head is a linear map
             without bias, or if the head cannot hold the label prior.
     """
-    count = len(injection.task.labels)
-    model = _empty_classifier(folding.config, count)
-    new = {name: tensor for name, tensor in model.state_dict().items() if name not in folding.shapes}
-    if len(new) != 1 or next(iter(new.values())).shape[:1] != (count,):
-        problem = f"the head of {type(model).__name__} is not a linear map without bias"
-        raise I2CLError(f"{problem}: {USE_CAUSAL_LM}")
+    model, new = empty_classifier(folding, len(injection.task.labels))
     rows, offsets = label_rows(folding, injection)
     if offsets.abs().max() > 0:
         direction = constant_direction(folding, model)
@@ -162,7 +157,21 @@ def add_classification_head(
             rows = rows if injection.task.multi_label else rows - rows.mean(0)
             return add_prior_layer(folding, rows, offsets)
         rows = rows + offsets[:, None] * direction
-    return model, dict.fromkeys(new, rows)
+    return model, {new: rows}
+
+
+def empty_classifier(structure: FoldedStructure, labels: int) -> tuple[PreTrainedModel, str]:
+    """Return the classifier without memory for its weights, and the name of its head's weights.
+
+    Raises I2CLError if transformers has no sequence classifier of the model type whose head is a linear map
+    without bias.
+    """
+    model = _empty_classifier(structure.config, labels)
+    new = {name: tensor for name, tensor in model.state_dict().items() if name not in structure.shapes}
+    if len(new) != 1 or next(iter(new.values())).shape[:1] != (labels,):
+        problem = f"the head of {type(model).__name__} is not a linear map without bias"
+        raise I2CLError(f"{problem}: {USE_CAUSAL_LM}")
+    return model, next(iter(new))
 
 
 def _empty_classifier(config: PreTrainedConfig, labels: int, extra_layers: int = 0) -> PreTrainedModel:

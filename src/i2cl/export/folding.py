@@ -43,14 +43,12 @@ CONVERSIONS = {
 PARALLEL_BLOCKS = {"codegen", "cohere", "cohere2", "cohere_compass_text", "gptj"}
 
 
-class Folding:
-    """The tensors of a folded model, each computed when it is read.
+class FoldedStructure:
+    """What of a folded model the base model's config determines: all but the values of its weights.
 
     Args:
-        decoder: the base model.
+        source_config: config of the base model.
         injection: fitted task.
-        dtype: dtype of the folded weights; default: the base model's.
-        force: accept other weights of the same shape than those the injection was fitted on.
         label_scores: with word-level scoring, change the LM head so that the logit of a label's first token
             is the label's score.
 
@@ -60,6 +58,61 @@ class Folding:
         shapes: shapes of its tensors by name, without tied ones.
         constants: float32 vectors ``lambda * v`` by the name of the bias that they are added to.
         scales: beta by the names of the tensors that it multiplies.
+
+    Raises:
+        I2CLError: if such a model cannot hold the injection.
+    """
+
+    def __init__(
+        self, source_config: PreTrainedConfig, injection: Injection, *, label_scores: bool = True
+    ) -> None:
+        require_foldable(injection)
+        _require_plain(source_config)
+        self.source_config = source_config
+        self.config = _folded_config(source_config)
+        self._changes_head = label_scores and injection.scoring == "words"
+        if self._changes_head:
+            self.config.tie_word_embeddings = False  # the head changes, the embedding does not
+        self.model = skeleton(self.config)
+        state, tied = self.model.state_dict(), self.model.all_tied_weights_keys
+        self.shapes = {name: tensor.shape for name, tensor in state.items() if name not in tied}
+        self.constants: dict[str, Float[Tensor, " d"]] = {}
+        self.scales: dict[str, float] = {}
+        self._fold(injection)
+
+    def _fold(self, injection: Injection) -> None:
+        """Fill `constants` and `scales`."""
+        added, betas = added_and_scales(injection)
+        shape = (self.config.num_hidden_layers, self.config.hidden_size)
+        if (sizes := (added.shape[0], added.shape[2])) != shape:
+            problem = f"this injection is for (layers, width) {sizes}, the model has {shape}"
+            raise I2CLError(f"{problem}: fit it again")
+        for layer, pair in enumerate(output_projections(self.model)):
+            for sublayer, name in enumerate(pair):
+                tensors = [tensor for tensor in (f"{name}.weight", f"{name}.bias") if tensor in self.shapes]
+                self.scales |= dict.fromkeys(tensors, float(betas[layer, sublayer]))
+                bias = f"{name}.bias"
+                if bias not in self.shapes and self.config.model_type in PARALLEL_BLOCKS:
+                    bias = f"{pair[1 - sublayer]}.bias"
+                if bias not in self.shapes:
+                    problem = (
+                        f"its {('attention', 'MLP')[sublayer]} has no bias, and its config cannot add one"
+                    )
+                    raise _refusal(self.source_config.model_type, problem)
+                self.constants[bias] = self.constants.get(bias, 0.0) + added[layer, sublayer]
+
+
+class Folding(FoldedStructure):
+    """The tensors of a folded model, each computed when it is read.
+
+    Args:
+        decoder: the base model.
+        injection: fitted task.
+        dtype: dtype of the folded weights; default: the base model's.
+        force: accept other weights of the same shape than those the injection was fitted on.
+        label_scores: see `FoldedStructure`.
+
+    Attributes:
         labels: the label tokens that the injection scores.
 
     Raises:
@@ -78,18 +131,8 @@ class Folding:
     ) -> None:
         # a text classifier computes its own label scores
         self.labels = require_exportable(decoder, injection, multi_label=not label_scores)
-        self.source_config = decoder.model.config
-        self.config = _folded_config(self.source_config)
+        super().__init__(decoder.model.config, injection, label_scores=label_scores)
         self.dtype = dtype or decoder.model.dtype
-        self._changes_head = label_scores and injection.scoring == "words"
-        if self._changes_head:
-            self.config.tie_word_embeddings = False  # the head changes, the embedding does not
-        self.model = skeleton(self.config)
-        state, tied = self.model.state_dict(), self.model.all_tied_weights_keys
-        self.shapes = {name: tensor.shape for name, tensor in state.items() if name not in tied}
-        self.constants: dict[str, Float[Tensor, " d"]] = {}
-        self.scales: dict[str, float] = {}
-        self._fold(injection)
         injection.require_base(decoder, force=force)
         self._source: dict[str, Tensor] = decoder.model.state_dict()
         if any(tensor.is_meta for tensor in self._source.values()):
@@ -138,27 +181,6 @@ class Folding:
         model.tie_weights()
         return model.eval()
 
-    def _fold(self, injection: Injection) -> None:
-        """Fill `constants` and `scales`."""
-        added, betas = added_and_scales(injection)
-        shape = (self.config.num_hidden_layers, self.config.hidden_size)
-        if (sizes := (added.shape[0], added.shape[2])) != shape:
-            problem = f"this injection is for (layers, width) {sizes}, the model has {shape}"
-            raise I2CLError(f"{problem}: fit it again")
-        for layer, pair in enumerate(output_projections(self.model)):
-            for sublayer, name in enumerate(pair):
-                tensors = [tensor for tensor in (f"{name}.weight", f"{name}.bias") if tensor in self.shapes]
-                self.scales |= dict.fromkeys(tensors, float(betas[layer, sublayer]))
-                bias = f"{name}.bias"
-                if bias not in self.shapes and self.config.model_type in PARALLEL_BLOCKS:
-                    bias = f"{pair[1 - sublayer]}.bias"
-                if bias not in self.shapes:
-                    problem = (
-                        f"its {('attention', 'MLP')[sublayer]} has no bias, and its config cannot add one"
-                    )
-                    raise _refusal(self.source_config.model_type, problem)
-                self.constants[bias] = self.constants.get(bias, 0.0) + added[layer, sublayer]
-
 
 def output_projections(model: PreTrainedModel) -> list[tuple[str, str]]:
     """Return the names of the last linear maps of attention and MLP, for each layer.
@@ -192,6 +214,11 @@ def _folded_config(source: PreTrainedConfig) -> PreTrainedConfig:
     fields = source.to_dict()
     fields.pop("auto_map", None)  # remote code, which the folded model does not need
     return type(source).from_dict(fields | {name: True for name in BIAS_SWITCHES if name in fields})
+
+
+def multimodal_refusal(kind: str) -> I2CLError:
+    """Return the error for a part of a multimodal model."""
+    return _refusal(kind, "it is a part of a multimodal model")
 
 
 def _refusal(kind: str, reason: str) -> I2CLError:
@@ -308,21 +335,30 @@ def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: b
     sequences, or its task is a multi-label task and the export does not support these.
     """
     if not multi_label:
-        injection.task.require_single_label("this export", "export a text classifier (--to classifier)")
-    config = decoder.model.config
+        require_single_label(injection)
     if decoder.architecture != ARCHITECTURES.get(decoder.architecture.model_type):
         raise I2CLError(f"a custom Architecture cannot be folded into weights: {USE_HOOKS}")
-    if config.get_text_config() is not config:
-        raise _refusal(config.model_type, "it is a part of a multimodal model")
-    if method := quantization_of(config):
-        hint = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
-        raise I2CLError(f"a quantized model ({method}) cannot be folded: {hint}")
+    _require_plain(decoder.model.config)
     require_foldable(injection)
     labels = injection.scorer(decoder).labels
     if labels.full_sequences:
         problem = "this injection scores full label sequences, but an export scores only the next token"
         raise I2CLError(f"{problem}: fit it again with scoring='words', or {USE_HOOKS}")
     return labels
+
+
+def require_single_label(injection: Injection) -> None:
+    """Raise I2CLError if the task is a multi-label task, for exports that do not support these."""
+    injection.task.require_single_label("this export", "export a text classifier (--to classifier)")
+
+
+def _require_plain(config: PreTrainedConfig) -> None:
+    """Raise I2CLError if a model is a part of another one, or quantized."""
+    if config.get_text_config() is not config:
+        raise multimodal_refusal(config.model_type)
+    if method := quantization_of(config):
+        hint = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
+        raise I2CLError(f"a quantized model ({method}) cannot be folded: {hint}")
 
 
 def require_foldable(injection: Injection) -> None:

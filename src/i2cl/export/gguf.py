@@ -124,7 +124,7 @@ class GgufModel:
         if folding.dtype not in TYPES:
             raise I2CLError(f"a GGUF file does not hold {folding.dtype}: choose float32, float16 or bfloat16")
         config: Any = folding.config
-        _require_llama(config, folding.source_config.model_type)
+        require_llama(config, folding.source_config.model_type)
         self.folding = folding
         self.rotary, scaling = _rotary(config)
         rope, kind = config.rope_parameters, TYPES[folding.dtype]
@@ -199,7 +199,8 @@ def adjacent_pairs(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, 
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def _require_llama(config: PreTrainedConfig, source: str) -> None:
+def require_llama(config: PreTrainedConfig, source: str) -> None:
+    """Raise I2CLError unless the folded model, made from one of type ``source``, is a Llama of llama.cpp."""
     if config.model_type != "llama":
         problem = f"folds into a {config.model_type!r}, and only a 'llama' can be written as GGUF"
     elif config.hidden_act not in {"silu", "swish"}:

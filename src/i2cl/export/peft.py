@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line, require_packages
@@ -76,21 +78,9 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
     Raises:
         I2CLError: if LoRA cannot express it, or peft is not installed.
     """
-    peft = _peft()
     require_exportable(decoder, injection)
-    if injection.scoring == "words":
-        problem = "word-level scoring changes the LM head, which an adapter does not"
-        raise I2CLError(f"{problem}: {USE_CLASSIFIER}")
-    added, betas = added_and_scales(injection)
-    if (betas != 1).any():
-        problem = "an adapter cannot scale the output of a layer, as this injection does"
-        raise I2CLError(f"{problem}: fit with --method anchored (the default), {USE_CLASSIFIER}")
-    empty: Any = skeleton(decoder.model.config)
-    vectors = {
-        name: added[layer, sublayer]
-        for layer, pair in enumerate(output_projections(empty))
-        for sublayer, name in enumerate(pair)
-    }
+    peft = _peft()
+    empty, vectors = adapted_outputs(decoder.model.config, injection)
     # the layers are the same in all blocks
     targets = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in vectors})
     transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in vectors)  # Conv1D
@@ -108,6 +98,31 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.bias")
         tensors[name] = vectors[layer].contiguous() if layer in vectors else torch.zeros(like.shape)
     return config, tensors
+
+
+def adapted_outputs(
+    config: PreTrainedConfig, injection: Injection
+) -> tuple[Any, dict[str, Float[Tensor, " d"]]]:
+    """Return the model without memory for its weights, and the vector added to each linear map, by its name.
+
+    Raises:
+        I2CLError: if LoRA cannot express the injection, or peft is not installed.
+    """
+    _peft()
+    if injection.scoring == "words":
+        problem = "word-level scoring changes the LM head, which an adapter does not"
+        raise I2CLError(f"{problem}: {USE_CLASSIFIER}")
+    added, betas = added_and_scales(injection)
+    if (betas != 1).any():
+        problem = "an adapter cannot scale the output of a layer, as this injection does"
+        raise I2CLError(f"{problem}: fit with --method anchored (the default), {USE_CLASSIFIER}")
+    empty = skeleton(config)
+    vectors = {
+        name: added[layer, sublayer]
+        for layer, pair in enumerate(output_projections(empty))
+        for sublayer, name in enumerate(pair)
+    }
+    return empty, vectors
 
 
 def _peft() -> Any:

@@ -17,6 +17,8 @@ from i2cl.storage.atomic import require_new_file, require_writable
 if TYPE_CHECKING:
     from i2cl.export import Verification
 
+GGUF = ".gguf"  # suffix of the files
+
 # Description of an export, by its format.
 RESULTS = {
     "classifier": "{task} as a text classifier on {model}",
@@ -58,7 +60,7 @@ class FormatOptions:
             import torch
 
             arguments["dtype"] = getattr(torch, self.dtype)
-        if self.to == "gguf" and output.suffix != ".gguf":
+        if self.to == "gguf" and output.suffix != GGUF:
             raise I2CLError(f"{str(output)!r} is not the name of a GGUF file: end it with .gguf")
         return arguments
 
@@ -87,7 +89,7 @@ def export(
         require_writable(output, frozenset())
     load.libraries()
     from i2cl.core.injection import Injection
-    from i2cl.export import EXPORTERS
+    from i2cl.export import EXPORTERS, require_holdable
     from i2cl.injections.label_prior import without_label_prior
     from i2cl.storage.card import describe_llm_alone
 
@@ -95,6 +97,7 @@ def export(
     injection.require_llm()
     if form.drop_prior:
         injection = without_label_prior(injection).with_head(temperature=injection.temperature)
+    require_holdable(injection, form.to)
     name, task = model or injection.base.name, injection.task.name
     loading = replace(loading, dtype="checkpoint")
     if form.to == "gguf" and form.golden:
@@ -152,32 +155,31 @@ def verify(
         raise I2CLError("--model-name and --task are for a server: add --url")
     if url is not None and not (model is None and loading.device is None):
         raise I2CLError("--model and --device are for a check without a server: leave out --url")
+    is_gguf = folder.suffix == GGUF and folder.is_file()
+    if is_gguf and url is None:
+        _require_llama_cpp(model, loading.device)
     load.quiet()
-    from i2cl.export import Golden, verify_server
+    from i2cl.export import Golden, verify as verify_folder, verify_gguf, verify_server
 
     if url is not None:
         golden = Golden.from_export(folder)
         outcome = verify_server(golden, url, model=model_name, task=task, tolerance=tolerance)
+    elif is_gguf:
+        outcome = verify_gguf(folder, tolerance=tolerance)
     else:
-        outcome = _verify_here(folder, model, loading.device, tolerance)
+        outcome = verify_folder(folder, model=model, device=loading.device, tolerance=tolerance)
     _show_verification(outcome, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
 
 
-def _verify_here(
-    folder: Path, model: str | None, device: str | None, tolerance: float | None
-) -> "Verification":
-    from i2cl.export import verify as verify_folder, verify_gguf
-    from i2cl.models.loading import is_gguf
-
-    if not is_gguf(folder):
-        return verify_folder(folder, model=model, device=device, tolerance=tolerance)
+def _require_llama_cpp(model: str | None, device: str | None) -> None:
+    """Check before PyTorch is imported that llama.cpp can check a GGUF file. Raises I2CLError."""
     if model is not None:
         raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
     if device not in {None, "cpu"}:
         raise I2CLError("a GGUF file is checked on the CPU: leave out --device")
-    return verify_gguf(folder, tolerance=tolerance)
+    require_packages("`i2cl verify` of a GGUF file", "llama-cpp", "xllamacpp")
 
 
 def _show_verification(outcome: "Verification", *, json: bool) -> None:
