@@ -240,6 +240,7 @@ def main() -> None:
         f"{task} {rows}": weak_evidence(collected[task, first], rows)
         for task in given.weak.split(",")
         for rows in FEW_ROWS
+        if rows < len(collected[task, first]["gold"])
     }
     weights = {key: record["weights"] for key, record in records.items()}
     given.output.write_text(json.dumps({"weights": weights, "weak": weak}) + "\n", encoding="utf-8")
