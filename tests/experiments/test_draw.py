@@ -163,7 +163,7 @@ def test_the_estimate_of_prompts_counts_full_labels_and_cached_demonstrations(de
     assert speed.zero_shot(task.train) == once
     shown = task.train[:2]
     cached = tokens_of(speed, shown) + 2 * len(sequences[0])
-    few_shot = cached * (1 + cached / 2 / decoder.d_model) + once * (1 + cached / decoder.d_model)
+    few_shot = cached + once * (1 + cached / decoder.d_model)
     assert speed.few_shot(task.train, shown) == pytest.approx(few_shot)
     distinct = replace(task, labels=("one", "two"), template=Template("{text}:{label}"))
     speed = module._Speed.of(decoder, distinct, ANCHORED)

@@ -330,8 +330,9 @@ class _Speed:
         decoder = self.scorer.decoder
         tokens = self._tokens(shown) + sum(len(self._sequences[row.label]) for row in shown)
         cached = min(tokens * (folds - 1 or 1) / folds, decoder.max_length or inf)
-        caching = folds * self._inference(cached) * (1 + cached / 2 / decoder.d_model)
-        return caching + self._inference(self._prompt_tokens(rows)) * (1 + cached / decoder.d_model)
+        return folds * self._inference(cached) + self._inference(self._prompt_tokens(rows)) * (
+            1 + cached / decoder.d_model
+        )
 
     def _inference(self, tokens: float) -> float:
         batches = ceil(tokens / self.scorer.decoder.training_budget)
