@@ -108,7 +108,7 @@ def adapted_outputs(
     Raises:
         I2CLError: if LoRA cannot express the injection, or peft is not installed.
     """
-    _peft()
+    require_packages("a PEFT adapter", "peft", "peft")
     if injection.scoring == "words":
         problem = "word-level scoring changes the LM head, which an adapter does not"
         raise I2CLError(f"{problem}: {USE_CLASSIFIER}")
