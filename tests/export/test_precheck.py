@@ -8,7 +8,7 @@ import pytest
 from commands import listed
 from export.cases import CASES, decoder_of, drawn, injection_for, saved
 from i2cl.errors import I2CLError
-from i2cl.export import EXPORTERS, require_holdable
+from i2cl.export import EXPORTERS, fold, require_holdable
 from i2cl.models.loading import load_model_and_tokenizer
 
 
@@ -21,18 +21,20 @@ def refusal(call, *arguments, **options):
     return None
 
 
-@pytest.mark.parametrize("form", EXPORTERS)
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_refused_early_is_refused_by_the_export_for_the_same_reason(case, form, tmp_path):
+def test_what_is_refused_early_is_refused_by_the_export_for_the_same_reason(case, tmp_path):
     decoder, injection = drawn(case)
     coefficients = injection.coefficients.clone()
     coefficients[..., 1] = 1  # an adapter cannot scale
     injection = replace(injection, coefficients=coefficients)
-    early = refusal(require_holdable, injection, form)
-    late = refusal(EXPORTERS[form], decoder, injection, tmp_path / "out.gguf", golden=False)
-    # these also depend on tokenizer and weights; a config with an infinite number is not rebuilt
-    is_later = form in {"classifier", "gguf"} or case == "granitemoehybrid"
-    assert early == late or (early is None and is_later)
+    early = {form: refusal(require_holdable, injection, form) for form in EXPORTERS}
+    for form, message in early.items():
+        if message is not None:
+            late = refusal(EXPORTERS[form], decoder, injection, tmp_path / "out.gguf", golden=False)
+            assert message == late
+    # the export itself, which other tests run, refuses what the config cannot show
+    refused = refusal(fold, decoder, injection)
+    assert early["causal-lm"] == refused or case == "granitemoehybrid"  # its config has an infinite number
 
 
 @pytest.mark.parametrize("form", EXPORTERS)

@@ -71,6 +71,7 @@ def test_weights_of_rows_whose_labels_repeat_in_turn_come_from_every_label(monke
 def test_default_members_depend_on_what_is_installed(monkeypatch):
     assert EnsembleConfig().members() == ("llm", "tfidf")
     monkeypatch.setattr(encoders, "local_encoder", lambda: "minilm")
+    monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
     assert EnsembleConfig().members() == ("llm", "embeddings", "tfidf")
     assert EnsembleConfig(experts="tfidf, llm").members() == ("llm", "tfidf")
     assert EnsembleConfig(experts="tfidf,embeddings").members() == ("embeddings", "tfidf")

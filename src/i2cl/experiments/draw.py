@@ -9,6 +9,7 @@ from random import Random
 from statistics import median_low
 from typing import Literal
 
+from i2cl import encoders
 from i2cl.core.anchored import fit_memory
 from i2cl.core.experts import EmbeddingsExpert
 from i2cl.core.plan import (
@@ -21,7 +22,7 @@ from i2cl.core.plan import (
     plan_fit,
 )
 from i2cl.core.recipe import ACTIVE_SUBLAYERS
-from i2cl.encoders import EmbeddingsConfig, embed, frozen_encoder
+from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError
 from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.methods import Method, make_methods
@@ -375,10 +376,10 @@ def _encoder_seconds(texts: Sequence[str], decoder: Decoder, ensemble: EnsembleC
     if ensemble is None or EmbeddingsExpert.name not in ensemble.members():
         return 0.0
     config = ensemble.embeddings or EmbeddingsConfig()
-    encoder = frozen_encoder(config.encoder, str(decoder.device))  # stays in memory for the fit
-    embed(encoder, texts[:1])  # the first pass allocates memory
+    encoder = encoders.frozen_encoder(config.encoder, str(decoder.device))  # stays in memory for the fit
+    encoders.embed(encoder, texts[:1])  # the first pass allocates memory
     started = time.perf_counter()
-    embed(encoder, texts)
+    encoders.embed(encoder, texts)
     return (time.perf_counter() - started) / len(texts)
 
 
