@@ -315,8 +315,8 @@ def evaluate_fit(
 
     The weights are those of the ensemble's members; for the LLM alone, the temperature. Every method gets the
     same demonstrations and seed, or in a cross-validation the same folds. Baselines that run the LLM are left
-    out if the fit does not use it. A baseline that fails, such as
-    few-shot with demonstrations that exceed the context, is listed in `FitEvaluation.not_run`.
+    out if the fit does not use it. A baseline that fails, such as few-shot with demonstrations that exceed
+    the context, is listed in `FitEvaluation.not_run`.
 
     Args:
         injection: the fit.
