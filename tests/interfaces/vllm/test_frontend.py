@@ -12,6 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from fitting import raises, weighted
+from i2cl import Example
+from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble, plain_injection
 from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.support import DIGEST
@@ -55,6 +57,14 @@ def test_mixed_tasks_match_the_library(llm, base, task):
         else:
             mass = injection.label_log_mass(base, [text]).exp().item()
             assert answer.label_mass == pytest.approx(mass, rel=1e-4)
+
+
+def test_task_without_the_llm_is_refused(llm, base, task):
+    shown = (Example("good", 0), Example("bad", 1))
+    plain, config = plain_injection(base, task, shown), EnsembleConfig(experts=("tfidf",))
+    without_llm = fit_ensemble(plain, config, WeightPrior(0.4, 0.2), shown, "cpu")
+    raises("has no LLM part", frontend.load, llm, "texts", without_llm)
+    assert not llm.sent
 
 
 def test_many_labels_are_split_over_several_prompts(llm, base, task, monkeypatch):
