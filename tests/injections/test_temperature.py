@@ -43,6 +43,13 @@ def test_predictions_do_not_change_even_for_scores_one_bit_apart():
             assert torch.equal(result.softmax(-1).argmax(-1), wanted)  # as used by tables and the server
 
 
+def test_arguments_of_another_type_are_refused(injection):
+    message = "injection must be of type Injection, not str: load it with Injection.from_pretrained"
+    raises(f"^{message}$", with_temperature, "mood", 2.0)
+    for temperature in ("x", None, [2.0]):
+        raises("is not a number: give one above 0$", with_temperature, injection, temperature)
+
+
 def test_impossible_labels_keep_probability_zero():
     result = label_log_probs(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
     torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).softmax(-1))

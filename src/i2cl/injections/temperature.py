@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError, require_type
 
 TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD = 2.4, 0.5
 """Prior for anchored calibration: median temperature, and standard deviation of its logarithm between tasks.
@@ -38,11 +39,17 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     change. The recorded command is removed, since it would not reproduce the temperature.
 
     Raises:
-        I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURE_BOUNDS`.
+        I2CLError: if ``injection`` is not an `Injection`, or on a temperature that is not a number or outside
+            `i2cl.core.injection.TEMPERATURE_BOUNDS`.
     """
     from scipy.special import expit, logit
 
-    changed = injection.with_head(temperature=float(temperature)).with_report(command="")
+    require_type("injection", injection, Injection, "load it with Injection.from_pretrained")
+    try:
+        number = float(temperature)
+    except (TypeError, ValueError):
+        raise I2CLError(f"temperature {temperature!r} is not a number: give one above 0") from None
+    changed = injection.with_head(temperature=number).with_report(command="")
     factor, head = injection.temperature / changed.temperature, injection.head
 
     def rescale(thresholds: tuple[float, ...] | None) -> tuple[float, ...] | None:
