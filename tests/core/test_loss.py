@@ -59,6 +59,16 @@ def test_full_sequences_need_the_loss_over_the_vocabulary():
     assert calibrate(decoder, WORDS, SHOTS, context, paper, scoring="sequence").scoring == "sequence"
 
 
+def test_one_class_is_refused_only_by_the_loss_among_labels():
+    decoder, shots = new_decoder("llama"), SHOTS[:1]
+    context = extract(decoder, FIRST, shots)
+    message = "^a loss among the labels needs demonstrations of at least two classes: add some$"
+    raises(message, calibrate, decoder, FIRST, shots, context, QUIET)
+    paper = QUIET.model_copy(update={"loss": "vocabulary", "epochs": 8})
+    result = calibrate(decoder, FIRST, shots, context, paper)
+    assert result.history[-1] < result.history[0]
+
+
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each token of each text, under separate hooks."""
     labels = LabelScorer.for_fit(decoder, task).labels

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.core.ablations import NoisyEdit, at_positions
-from i2cl.core.context import require_demonstrations
+from i2cl.core.context import require_demonstrations, require_two_classes
 from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.recipe import ACTIVE_SUBLAYERS, CalibrationConfig
 from i2cl.core.weights import apply_class_weight, example_weights
@@ -41,8 +41,9 @@ def calibrate(
 ) -> Injection:
     """Fit lambda and beta on the demonstrations by cross-entropy of the label after its query.
 
-    The loss is over the whole vocabulary, or among the task's labels (``loss`` of the config). Deterministic:
-    one seed gives bit-identical results on one machine with one number of threads.
+    The loss is over the whole vocabulary, or among the task's labels (``loss`` of the config). Over the
+    vocabulary, demonstrations of a single class are accepted: the fit then learns to give their label to
+    every text. Deterministic: one seed gives bit-identical results on one machine with one number of threads.
 
     Args:
         decoder: the frozen model.
@@ -60,15 +61,19 @@ def calibrate(
         progress: called after each epoch.
 
     Raises:
-        I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit, on
-            a loss that is not finite, or if a step does not fit into memory.
+        I2CLError: without demonstrations, or for a loss among the labels without two classes of them; on a
+            context vector of another model, on sizes that do not fit, on a loss that is not finite, or if a
+            step does not fit into memory.
     """
     config = CalibrationConfig.or_default(config)
     require_decoder_and_task(decoder, task)
     require_type("extracted", extracted, Injection, "pass the result of extract")
     make_scorer = LabelScorer.for_fit if config.loss == "labels" else LabelScorer
     scorer = make_scorer(decoder, task, scoring)
-    require_demonstrations(task, demonstrations)
+    if config.loss == "labels":
+        require_two_classes("a loss among the labels", task, demonstrations)
+    else:
+        require_demonstrations(task, demonstrations)
     extracted.require_base(decoder)
     _require_options(config, extracted, start, batches, len(demonstrations))
     active = config.active(decoder.layers, extracted.extraction.sublayers)
