@@ -166,6 +166,13 @@ def test_errors_name_excel_rows_as_the_sheet_does(tmp_path):
     assert "row 6: the label is empty" in message
 
 
+def test_repeated_header_of_an_excel_sheet_is_refused_or_skipped(tmp_path):
+    path = excel(tmp_path / "a.xlsx", [*SHEET, ["text ", "label", None], ["fine", "good"]])
+    assert "row 5: the header is repeated: delete the row; or skip such rows" in failure(path)
+    with pytest.warns(ReadAsWarning, match="1 of 4 rows are skipped"):
+        assert read_labelled(path, skip=True)[1].labels == ("bad", "good")
+
+
 def test_excel_cells_may_be_texts_numbers_or_dates(tmp_path):
     path = excel(tmp_path / "a.xlsx", [["text", "day", "n"], [12, date(2024, 5, 1), 7], ["x", None, 1.5]])
     first, second = read_queries(str(path), kept=("day", "n"))

@@ -51,6 +51,8 @@ _APOSTROPHES_HINT = (
     'the cells are quoted with \', not with ": write the file again with " '
     '(pandas: read_csv with quotechar="\'", then to_csv)'
 )
+_REPEATED_HEADER = "the header is repeated: delete the row"
+_MAX_QUOTED_LINES = 100  # of a text in apostrophes
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*")
 _MIN_TEXT_WORDS = 4  # of a cell of the first line that looks like a text, not like the name of a column
 _MAX_PREVIEW_CHARACTERS = 60
@@ -232,6 +234,7 @@ def _csv_rows(
     header: list[str] = []
     number = 0
     uses_apostrophes = False
+    open_rows = _OpenApostrophe(delimiter)
     try:
         # strict: otherwise an unclosed quotation mark silently swallows the rest of the file
         records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
@@ -244,9 +247,11 @@ def _csv_rows(
                 positions = columns.positions(header, name)
             elif problem := _row_problem(cells, header, delimiter):
                 uses_apostrophes |= problem == _APOSTROPHES_HINT
-                yield RowError(problem, place)
+                yield from open_rows.add_error(RowError(problem, place), cells, len(header))
             else:
-                yield Row(place, tuple(cells[position] for position in positions))
+                row = Row(place, tuple(cells[position] for position in positions))
+                yield from open_rows.add_row(row, cells)
+        yield from open_rows.take()
     except csv.Error as error:
         hint = "put the cell in quotation marks and double those inside it"
         hint = _APOSTROPHES_HINT if uses_apostrophes else hint
@@ -256,10 +261,10 @@ def _csv_rows(
 def _row_problem(cells: Sequence[str], header: Sequence[str], delimiter: str) -> str:
     """Return why a row does not fit the header, or ""."""
     if _repeats_header(cells, header):
-        return "the header is repeated: delete the row"
+        return _REPEATED_HEADER
     if len(cells) == len(header):
         return ""
-    if _is_quoted_with_apostrophes(cells, len(header), delimiter):
+    if _count_cells_in_apostrophes(delimiter.join(cells), delimiter) == len(header):
         return _APOSTROPHES_HINT
     hint = "quote cells that contain the delimiter" if len(cells) > len(header) else "complete the row"
     return f"{len(cells)} cells but the header has {len(header)}: {hint}"
@@ -276,13 +281,56 @@ def _repeats_header(cells: Sequence[str], header: Sequence[str]) -> bool:
     return all(name == column for name, column in zip(names, header, strict=True))
 
 
-def _is_quoted_with_apostrophes(cells: Sequence[str], columns: int, delimiter: str) -> bool:
-    """Return whether a row has the right number of cells if apostrophes quote them."""
-    line = delimiter.join(cells)
+def _count_cells_in_apostrophes(text: str, delimiter: str) -> int:
+    """Return the number of cells of a text if apostrophes quote them; 0 if it is not a single row then."""
+    lines = io.StringIO(text, newline="")
     try:
-        return len(next(csv.reader([line], delimiter=delimiter, quotechar="'", strict=True), ())) == columns
+        records = list(csv.reader(lines, delimiter=delimiter, quotechar="'", strict=True))
     except csv.Error:
-        return False
+        return 0
+    return len(records[0]) if len(records) == 1 else 0
+
+
+class _OpenApostrophe:
+    """Delays rows in which an apostrophe opens a cell and none closes it, until the next row is read.
+
+    The first line of a text in apostrophes may have the right number of cells by accident. It is an error if
+    rows with a wrong number of cells follow and complete it.
+    """
+
+    def __init__(self, delimiter: str) -> None:
+        self.delimiter = delimiter
+        self.rows: list[Row | RowError] = []
+        self.text = ""
+
+    def take(self) -> list[Row | RowError]:
+        """Return the delayed rows, and delay them no longer."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def add_row(self, row: Row, cells: Sequence[str]) -> list[Row | RowError]:
+        """Return the rows that can be passed on after a row with the right number of cells."""
+        rows, self.text = self.take(), self.delimiter.join(cells)
+        if any(cell.startswith("'") for cell in cells) and self._is_open:
+            self.rows = [row]
+            return rows
+        return [*rows, row]
+
+    def add_error(self, error: RowError, cells: Sequence[str], columns: int) -> list[Row | RowError]:
+        """Return the rows and errors that can be passed on after a row that does not fit the header."""
+        if not self.rows:
+            return [error]
+        self.rows.append(error)
+        self.text += "\n" + self.delimiter.join(cells)
+        if _count_cells_in_apostrophes(self.text, self.delimiter) == columns:
+            return [RowError(_APOSTROPHES_HINT, row.place) for row in self.take()]
+        return [] if self._is_open and len(self.rows) < _MAX_QUOTED_LINES else self.take()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the text ends within a cell in apostrophes."""
+        counts = [_count_cells_in_apostrophes(self.text + end, self.delimiter) for end in ("", "'")]
+        return not counts[0] and counts[1] > 0
 
 
 def _detect_delimiter(header: str, columns: Columns, default: str) -> str:
@@ -376,7 +424,7 @@ def _parquet_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row]
         ) from error
 
 
-def _excel_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row]:
+def _excel_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row | RowError]:
     """Yield the rows of the first sheet of a workbook, numbered as in Excel: the header is row 1.
 
     Numbers in the text column are converted to strings, as in CSV.
@@ -393,13 +441,18 @@ def _excel_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row]:
         message = f"{name} has {len(book.worksheets)} sheets: only the first, {sheet.title!r}, is read"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     sheet.reset_dimensions()  # some programs write wrong dimensions
-    positions: list[int] | None = None
+    header: list[str] = []
     for number, cells in enumerate(sheet.iter_rows(values_only=True), start=1):
-        if all(cell is None for cell in cells):
+        last = max((index for index, cell in enumerate(cells) if cell is not None), default=-1)
+        if last < 0:
             continue
-        if positions is None:
-            header = ["" if cell is None else str(cell).strip() for cell in cells]
+        names = ["" if cell is None else str(cell).strip() for cell in cells[: last + 1]]
+        if not header:
+            header = names
             positions = columns.positions(header, name)
+            continue
+        if _repeats_header(names, header):
+            yield RowError(_REPEATED_HEADER, f"{name} row {number}")
             continue
         text, *others = [_to_json_value(cells[index]) if index < len(cells) else None for index in positions]
         is_number = isinstance(text, int | float) and not isinstance(text, bool)
