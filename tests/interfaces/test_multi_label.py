@@ -349,6 +349,17 @@ def test_update_adds_a_label_and_equals_a_fit_of_all_rows(call, model, tmp_path)
     assert len(less.examples) == len(TEXTS) + 3
 
 
+def test_update_keeps_the_kind_of_the_thresholds(call, model, tmp_path):
+    rows = listed(tmp_path / "rows.jsonl")
+    options = ["--experts", "tfidf", "--threshold", "0.5", "--keep-examples"]
+    assert call("fit", model, rows, "-o", tmp_path / "task", *options)[0] == 0
+    code, _, err = call("update", tmp_path / "task", "--rename", "login=access")
+    assert code == 0, err
+    injection = Injection.from_pretrained(tmp_path / "task")
+    assert injection.evaluation["threshold"] == "0.5"
+    assert injection.head.thresholds == (0.5,) * 3
+
+
 def test_update_rejects_a_rename_without_an_equals_sign(call, fitted):
     code, _, err = call("update", fitted, "--rename", "login")
     assert code == 2

@@ -1,19 +1,33 @@
 """Tasks that are fitted without the LLM: nothing runs the model for them, and predictions do not load it."""
 
 import csv
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from commands import run
 from fitting import raises, random_injection
-from i2cl import Decoder, Example, I2CLClassifier, Injection, InjectionPool, Task, Template, with_temperature
+from i2cl import (
+    Decoder,
+    Example,
+    I2CLClassifier,
+    Injection,
+    InjectionPool,
+    Task,
+    Template,
+    encoders,
+    with_temperature,
+)
 from i2cl.core.experts import TfidfExpert
+from i2cl.core.injection import LABEL_PRIOR
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble, plain_injection
+from i2cl.interfaces.cli import console
 from tiny import tiny_folder
 
 WORDS = ("refund", "delivery", "login")
@@ -165,6 +179,52 @@ def test_update_refits_the_text_experts(call, home, tmp_path, no_forward):
     assert injection.head.members == ("tfidf",)
     assert injection.demonstrations == 49
     assert injection.settings["class_weight"] == {"refund": 2, "delivery": 1, "login": 1}
+    assert injection.command == "i2cl update task more.csv --output new --evaluate 0"
+
+
+def test_update_renames_and_removes_class_weights(call, home, tmp_path, no_forward):
+    changes = ["--rename", "refund=money", "--remove", "login"]
+    code, _, err = call("update", home / "task", *changes, "-o", tmp_path / "new", "--evaluate", "0")
+    assert code == 0, err
+    injection = Injection.from_pretrained(tmp_path / "new")
+    assert injection.task.labels == ("delivery", "money")
+    assert injection.settings["class_weight"] == {"money": 2, "delivery": 1}
+
+
+def test_update_reports_that_a_label_prior_is_left_out(call, home, tmp_path, no_forward):
+    stored = Injection.from_pretrained(home / "task")
+    settings = stored.settings | {LABEL_PRIOR: {"texts": 40, "prior": None}}
+    stored.with_report(settings=settings).save_pretrained(tmp_path / "task")
+    code, _, err = call("update", tmp_path / "task", "--remove", "login", "--evaluate", "0")
+    assert (code, "the label prior is left out, because its unlabelled texts are not stored" in err) == (
+        0,
+        True,
+    )
+
+
+def test_update_keeps_the_options_of_the_text_experts(call, home, tmp_path, words_encoder, no_forward):
+    options = ["--experts", "embeddings", "--set", "encoder=words", "--set", "embeddings_c=0.5"]
+    quick = ["--evaluate", "0", "-o"]
+    arguments = [home / "model", home / "rows.csv", *options, "--keep-examples"]
+    assert call("fit", *arguments, *quick, tmp_path / "first")[0] == 0
+    assert call("update", tmp_path / "first", "--rename", "refund=money", *quick, tmp_path / "new")[0] == 0
+    first, new = (Injection.from_pretrained(tmp_path / name) for name in ("first", "new"))
+    assert new.settings["embeddings_c"] == 0.5
+    torch.testing.assert_close(new.head.embeddings.weights, first.head.embeddings.weights)
+
+
+def test_terminal_shows_the_progress_of_the_sentence_encoder(
+    call, home, tmp_path, words_encoder, monkeypatch
+):
+    seen, advanced = io.StringIO(), []
+    monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=200))
+    monkeypatch.setattr(console.Bar, "advance", lambda _, amount=1: advanced.append(amount))
+    monkeypatch.setattr(encoders, "PROGRESS_TEXTS", 25)
+    words = ["--experts", "embeddings", "--set", "encoder=words", "--evaluate", "0", "-o", tmp_path / "task"]
+    code, _, err = call("fit", home / "model", home / "rows.csv", *words)
+    assert code == 0, err
+    assert "embedding texts" in seen.getvalue()
+    assert advanced == [25, 25, 10]
 
 
 @pytest.mark.parametrize("form", ["classifier", "causal-lm", "peft"])

@@ -96,13 +96,22 @@ class EmbeddingsExpert(TextExpert):
         vars(self).update(weights=weights, probe=embedding)  # the dataclass is frozen
 
     @classmethod
-    def fit(cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str) -> Self:
+    def fit(
+        cls,
+        config: EmbeddingsConfig,
+        task: Task,
+        demonstrations: Examples,
+        device: str,
+        progress: Progress | None = None,
+    ) -> Self:
         """Embed the demonstrations and fit the classifier, with the demonstrations' weights.
 
-        Raises I2CLError if the extra or the encoder is missing, or a text is empty.
+        ``progress`` is called as texts are embedded. Raises I2CLError if the extra or the encoder is missing,
+        or a text is empty.
         """
         require_packages("a sentence encoder", "embeddings", "sentence_transformers")
-        vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
+        texts = [example.text for example in demonstrations]
+        vectors = embed(frozen_encoder(config.encoder, device), texts, progress)
         weights = fit_regression(vectors, task, demonstrations, config.embeddings_c)
         return cls(weights, absolute(config.encoder), probe(config.encoder, device))
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from i2cl.core.experts import EmbeddingsExpert
 from i2cl.core.injection import Injection
 from i2cl.core.language import warn_of_language
 from i2cl.errors import I2CLError
@@ -90,7 +91,10 @@ def _fit(
     if request.keep_examples:
         injection = replace(injection, examples=tuple(demonstrations))
     weighted, device = method.weighted(task, demonstrations), str(decoder.device)
-    injection = fit_ensemble(injection, request.ensemble, llm_prior(method), weighted, device)
+    if EmbeddingsExpert.name in request.ensemble.members():
+        observer.embedding(len(weighted))
+    prior = llm_prior(method)
+    injection = fit_ensemble(injection, request.ensemble, prior, weighted, device, observer.scored)
     settings = injection.settings
     if injection.head.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}

@@ -27,6 +27,7 @@ from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, log_softmax
 from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -74,10 +75,12 @@ class EnsembleConfig(Settings):
         return cls(**own), {name: value for name, value in options.items() if name not in own}
 
     @classmethod
-    def of(cls, head: LabelHead) -> Self:
-        """Return the experts and the encoder of a label head."""
+    def of(cls, injection: Injection) -> Self:
+        """Return the experts of an injection, and the options that they were fitted with."""
+        head = injection.head
+        stored = {name: value for name, value in injection.settings.items() if name in cls.model_fields}
         encoder = None if head.embeddings is None else head.embeddings.encoder
-        return cls(experts=head.members, encoder=encoder)
+        return cls(**stored | {"experts": head.members, "encoder": encoder})
 
     @property
     def uses_llm(self) -> bool:
@@ -143,7 +146,12 @@ def plain_injection(decoder: Decoder, task: Task, demonstrations: Examples, seed
 
 
 def fit_ensemble(
-    injection: Injection, config: EnsembleConfig, llm: WeightPrior, demonstrations: Examples, device: str
+    injection: Injection,
+    config: EnsembleConfig,
+    llm: WeightPrior,
+    demonstrations: Examples,
+    device: str,
+    progress: Progress | None = None,
 ) -> Injection:
     """Fit text experts, and pool an injection with them at the prior means of the members' weights.
 
@@ -153,6 +161,7 @@ def fit_ensemble(
         llm: prior of the LLM's weight.
         demonstrations: labelled examples, with their weights.
         device: device of the sentence encoder.
+        progress: called as texts are embedded.
 
     Returns:
         The ensemble; the LLM alone if it is the only member, or if a label has no demonstration, which text
@@ -170,13 +179,18 @@ def fit_ensemble(
         raise I2CLError(f"no example is labelled {missing[0]!r}, which text experts need: add one")
     if not names:
         return injection.llm_alone()
-    experts = tuple(fit_expert(name, config, task, demonstrations, device) for name in names)
+    experts = tuple(fit_expert(name, config, task, demonstrations, device, progress) for name in names)
     weights = (llm.mean if config.uses_llm else 0.0, *(TEXT_PRIORS[name].mean for name in names))
     return injection.with_head(experts=experts, expert_weights=weights)
 
 
 def fit_expert(
-    name: str, config: EnsembleConfig, task: Task, demonstrations: Examples, device: str
+    name: str,
+    config: EnsembleConfig,
+    task: Task,
+    demonstrations: Examples,
+    device: str,
+    progress: Progress | None = None,
 ) -> TextExpert:
     """Fit a text expert by its name, and time the fit. Raises I2CLError as `fit_ensemble`."""
     started = time.perf_counter()
@@ -185,7 +199,7 @@ def fit_expert(
         expert = TfidfExpert.fit(task, demonstrations)
     else:
         embeddings = config.embeddings or EmbeddingsConfig(embeddings_c=config.embeddings_c)
-        expert = EmbeddingsExpert.fit(embeddings, task, demonstrations, device)
+        expert = EmbeddingsExpert.fit(embeddings, task, demonstrations, device, progress)
     return replace(expert, fit_seconds=time.perf_counter() - started)
 
 

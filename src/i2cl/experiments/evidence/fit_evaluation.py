@@ -89,6 +89,9 @@ class FitObserver:
     def scoring_unlabelled(self, texts: int) -> None:
         """Called before the unlabelled texts are scored."""
 
+    def embedding(self, texts: int) -> None:
+        """Called before the sentence encoder embeds the demonstrations."""
+
     def fitted(self, injection: Injection, seconds: float) -> None:
         """Called with the fit before it is evaluated."""
 
@@ -99,7 +102,7 @@ class FitObserver:
         """Called with the name of each method before it is scored."""
 
     def scored(self, rows: float) -> None:
-        """Called as rows finish."""
+        """Called as rows are scored or embedded."""
 
 
 @dataclass(frozen=True)

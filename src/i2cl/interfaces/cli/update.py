@@ -60,26 +60,30 @@ def update(
     if source is None and not (new_names or labels.remove):
         raise I2CLError("nothing to change: give a file of rows, --rename OLD=NEW or --remove LABEL")
     load.libraries()
-    from i2cl.core.injection import Injection
+    from i2cl.core.injection import LABEL_PRIOR, Injection
     from i2cl.experiments.draw import Draw
     from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
     from i2cl.experiments.fitting import require_supported
     from i2cl.injections.ensemble import EnsembleConfig
 
     injection = Injection.from_pretrained(artefact)
-    method = fit.method_of(injection)
-    task = _changed_task(injection, new_names, labels.remove or [], source, rows)
-    command = fit.command_line(context)
+    removed = [new_names.get(word, word) for word in labels.remove or []]
+    method = fit.method_of(_rename_class_weights(injection, new_names, removed))
+    task = _changed_task(injection, new_names, removed, source, rows)
+    stored_threshold = injection.evaluation.get("threshold") if task.multi_label else None
     request = FitRequest(
         method,
-        EnsembleConfig.of(injection.head),
+        EnsembleConfig.of(injection),
         injection.seed,
         injection.scoring,
-        threshold=evaluation.threshold,
-        command=command,
+        threshold=evaluation.threshold or stored_threshold,
+        command=fit.command_line(context),
         keep_examples=True,
     )
     require_supported(task, request)
+    if LABEL_PRIOR in injection.settings:
+        hint = "fit again with --unlabelled to estimate one"
+        console.note(f"the label prior is left out, because its unlabelled texts are not stored: {hint}")
     decoder = load.artefact_decoder(injection, model, load.with_default_dtype(loading))
     injection.require_base(decoder)
     all_rows = Draw(task.train, len(task.train), len(task.train))
@@ -92,6 +96,18 @@ def update(
     fit.fit_and_show(decoder, task, all_rows, request, plan, output, survey, json=json)
 
 
+def _rename_class_weights(
+    injection: "Injection", new_names: dict[str, str], removed: list[str]
+) -> "Injection":
+    """Return the injection with its class weights, if any, by the new names of the labels."""
+    weights = injection.settings.get("class_weight")
+    if not isinstance(weights, dict):
+        return injection
+    renamed = {new_names.get(word, word): weight for word, weight in weights.items()}
+    kept = {word: weight for word, weight in renamed.items() if word not in removed}
+    return injection.with_report(settings=injection.settings | {"class_weight": kept or None})
+
+
 def _changed_task(
     injection: "Injection",
     new_names: dict[str, str],
@@ -99,7 +115,10 @@ def _changed_task(
     source: Path | None,
     rows: TaskOptions,
 ) -> "Task":
-    """Return the injection's task with its stored rows: labels are renamed, then removed, then rows added."""
+    """Return the injection's task with its stored rows: labels are renamed, then removed, then rows added.
+
+    ``removed`` has the new names.
+    """
     from i2cl.tasks.changes import add_rows, remove_labels, rename_labels
 
     if not injection.examples:
@@ -108,7 +127,7 @@ def _changed_task(
             "it again from all rows, with --keep-examples"
         )
     task = replace(injection.task, train=injection.examples)
-    task = remove_labels(rename_labels(task, new_names), [new_names.get(word, word) for word in removed])
+    task = remove_labels(rename_labels(task, new_names), removed)
     if source is None:
         return task
     return add_rows(
