@@ -102,6 +102,17 @@ def test_review_lists_the_flipped_row_and_changes_none(folder, stdout, refused, 
     assert "labelled.csv changed while it was read" in refused("review", "mood", "labelled.csv")
 
 
+def test_review_names_each_of_two_equal_rows_and_skips_a_list(folder, stdout):
+    rows = [{"text": text, "label": "red" if "glad" in text else "blue"} for text in TEXTS]
+    rows[3:3] = [{"text": ["a", "list"], "label": "red"}, *[{"text": TEXTS[0], "label": "red"}] * 2]
+    jsonl(folder / "labelled.jsonl", [row for row in rows if isinstance(row["text"], str)])
+    quick = ("--evaluate", 0, "--experts", "tfidf")
+    stdout("fit", "reference", "labelled.jsonl", "-o", "mood", *quick)
+    jsonl(folder / "labelled.jsonl", rows)
+    issues = json.loads(stdout("review", "mood", "labelled.jsonl", "--skip-bad-rows", "--json"))["issues"]
+    assert [one["where"] for one in issues if one["label"] == "red"] == ["line 5", "line 6"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

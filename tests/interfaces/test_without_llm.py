@@ -53,6 +53,10 @@ def fit_text_experts(decoder, task=TASK, experts=("tfidf",)):
     return fit_ensemble(plain, config, WeightPrior(0.4, 0.2), task.train, "cpu")
 
 
+def refuse_to_load(*_, **__):
+    raise AssertionError("the model is loaded")
+
+
 @pytest.fixture
 def no_forward(monkeypatch):
     """Fail if a model runs."""
@@ -66,11 +70,7 @@ def no_forward(monkeypatch):
 @pytest.fixture
 def no_model(monkeypatch, no_forward):
     """Fail if a model is loaded or runs."""
-
-    def load(*_, **__):
-        raise AssertionError("the model is loaded")
-
-    monkeypatch.setattr(Decoder, "from_pretrained", load)
+    monkeypatch.setattr(Decoder, "from_pretrained", refuse_to_load)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,38 @@ def test_predict_does_not_load_the_model(call, home, no_model):
     code, out, err = call("predict", home / "task", home / "texts.txt", "--device", "cpu")
     assert code == 0, err
     assert [line.split("\t")[0] for line in out.splitlines()[1:]] == list(WORDS)
+
+
+@pytest.mark.parametrize("experts", ["tfidf", "embeddings", "embeddings,tfidf"])
+def test_review_does_not_load_the_model(call, home, tmp_path, words_encoder, monkeypatch, experts):
+    noisy = write_csv(tmp_path / "rows.csv", ["text", "label"], [*ROWS[:-1], (ROWS[-1][0], WORDS[0])])
+    words = ["--experts", experts, "--set", "encoder=words", "--evaluate", "0", "-o", tmp_path / "task"]
+    assert call("fit", home / "model", noisy, *words)[0] == 0
+    monkeypatch.setattr(Decoder, "from_pretrained", refuse_to_load)
+    advanced = []
+    monkeypatch.setattr(console.Bar, "advance", lambda _, amount=1: advanced.append(amount))
+    code, out, err = call("review", tmp_path / "task", noisy, "--json")
+    assert code == 0, err
+    issues = json.loads(out)["issues"]
+    assert [(one["where"], one["label"], one["suggested"]) for one in issues] == [("row 61", *WORDS[::2])]
+    assert sum(advanced) == ("embeddings" in experts) * len(ROWS), "each text is embedded once"
+
+
+def test_suggest_does_not_load_the_model(call, home, tmp_path, words_encoder, no_forward, monkeypatch):
+    words = ["--experts", "embeddings", "--set", "encoder=words", "--evaluate", "0", "-o", tmp_path / "task"]
+    assert call("fit", home / "model", home / "rows.csv", *words)[0] == 0
+    monkeypatch.setattr(Decoder, "from_pretrained", refuse_to_load)
+    new = ["suggest", tmp_path / "task", home / "texts.txt", "-n", "3", "-o", tmp_path / "new.csv", "--json"]
+    code, out, err = call(*new, "--labelled", home / "rows.csv")
+    assert code == 0, err
+    suggestions = json.loads(out)["suggestions"]
+    assert {one["text"]: one["label"] for one in suggestions} == dict(zip(TEXTS, WORDS, strict=True))
+
+
+def test_suggest_compares_texts_by_the_model_without_an_encoder(call, home, tmp_path, no_model):
+    words = ["suggest", home / "task", home / "texts.txt", "-n", "1", "-o", tmp_path / "new.csv"]
+    with pytest.raises(AssertionError, match="the model is loaded"):
+        call(*words)
 
 
 def test_predict_reports_a_device_that_does_not_exist(call, home, no_model):

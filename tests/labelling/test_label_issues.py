@@ -79,6 +79,11 @@ def test_a_label_with_many_copies_of_one_text_is_reviewed(decoder, task):
     assert log_probs[-1].exp().sum() == pytest.approx(1)
 
 
+def test_label_that_the_task_does_not_have_is_refused(decoder, task):
+    rows = [*task.train[:8], Example("so so", 2)]
+    raises("has label 2, task 'films' has labels 0 to 1: correct it", review, decoder, task, rows)
+
+
 def test_one_label_is_refused(decoder, task):
     rows = [row for row in task.train if row.label == 0] + [Example("alone", 1)]
     message = "fewer than two labels have two texts or more: label more texts"

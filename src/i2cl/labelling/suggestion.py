@@ -20,6 +20,7 @@ from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import prior_bias
 from i2cl.methods.linear_probe import query_states
 from i2cl.models.decoder import Decoder
+from i2cl.models.loading import usable_device
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, map_batches, require_decoder_and_task
 from i2cl.tasks import Task
 from i2cl.tasks.sample import text_key
@@ -49,7 +50,7 @@ class Suggestion:
 
 
 def suggest(
-    decoder: Decoder,
+    decoder: Decoder | None,
     task: Task | Injection,
     texts: Sequence[str],
     n: int = 20,
@@ -59,6 +60,7 @@ def suggest(
     vectors: Vectors | None = None,
     encoder: str | None = None,
     progress: Progress | None = None,
+    device: str | None = None,
 ) -> list[Suggestion]:
     """Choose the texts to label next, and propose a label for each.
 
@@ -69,7 +71,8 @@ def suggest(
     Every text is embedded; `i2cl.tasks.sample.sample_texts` draws from a long file.
 
     Args:
-        decoder: the model, of the injection if there is one.
+        decoder: the model, of the injection if there is one. Not used, and may be None, if `needs_decoder` is
+            False for the injection.
         task: label words and template, or a fitted task.
         texts: candidates. A text is chosen at most once, and never if it is in ``labelled``; texts that
             differ only in case or whitespace count as equal.
@@ -77,8 +80,10 @@ def suggest(
         labelled: texts that have a label already, or that another person is labelling.
         seed: seed of the clustering.
         vectors: `text_vectors` of ``texts``, if they are known from an earlier call.
-        encoder: sentence encoder of `text_vectors`.
+        encoder: sentence encoder of `text_vectors`. Default: the injection's, if it has one.
         progress: called as texts are embedded.
+        device: device of the sentence encoder if ``decoder`` is None. Default: an accelerator if there is
+            one.
 
     Returns:
         The suggestions, best first.
@@ -86,8 +91,11 @@ def suggest(
     Raises:
         I2CLError: if fewer than ``n`` candidates are left or a text is empty, or for a multi-label task.
     """
-    plain = task.task if isinstance(task, Injection) else task
-    require_decoder_and_task(decoder, plain)
+    injection, plain = (task, task.task) if isinstance(task, Injection) else (None, task)
+    if decoder is not None or injection is None or needs_decoder(injection, encoder):
+        require_decoder_and_task(decoder, plain)
+    if encoder is None and injection is not None and injection.head.embeddings is not None:
+        encoder = injection.head.embeddings.encoder
     plain.require_single_label("the choice of texts to label")
     first_index: dict[str, int] = {}
     for index, text in enumerate(texts):
@@ -98,43 +106,60 @@ def suggest(
         message = f"cannot suggest {n} of {len(candidates)} distinct texts without a label"
         raise I2CLError(message, "give more texts, or ask for fewer")
     if vectors is None:
-        vectors = text_vectors(decoder, plain, texts, encoder, progress)
+        vectors = text_vectors(decoder, plain, texts, encoder, progress, device)
     covered = vectors[[first_index[key] for key in labelled_keys if key in first_index]]
     if others := [text for text in labelled if text_key(text) not in first_index]:
-        covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
+        covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder, progress, device)])
     chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
-    if isinstance(task, Injection):
-        answers = task.log_probs(decoder, [texts[at] for at in chosen])
+    if injection is not None:
+        answers = injection.log_probs(decoder, [texts[at] for at in chosen], device=device)
     else:
-        answers = zero_shot_log_probs(decoder, task, texts, chosen, seed)
+        assert decoder is not None  # noqa: S101 - checked above
+        answers = zero_shot_log_probs(decoder, plain, texts, chosen, seed)
     return [
         Suggestion(index, texts[index], plain.labels[int(row.argmax())], tuple(row.exp().tolist()))
         for index, row in zip(chosen, answers, strict=True)
     ]
 
 
+def needs_decoder(injection: Injection, encoder: str | None = None) -> bool:
+    """Return whether `suggest` runs the LLM: for the injection's answers, or to compare texts.
+
+    ``encoder``: the sentence encoder given to `suggest`, if any.
+    """
+    known = (encoder, injection.head.embeddings, encoders.local_encoder())
+    return injection.head.uses_llm or all(one is None for one in known)
+
+
 def text_vectors(
-    decoder: Decoder,
+    decoder: Decoder | None,
     task: Task,
     texts: Sequence[str],
     encoder: str | None = None,
     progress: Progress | None = None,
+    device: str | None = None,
 ) -> Vectors:
     """Return a vector of unit length for each text, in float32. It does not depend on the other texts.
 
     Args:
-        decoder: its hidden states, averaged over the text's tokens, are used without a sentence encoder.
+        decoder: its hidden states, averaged over the text's tokens, are used without a sentence encoder. With
+            one, it may be None.
         task: gives the template.
         texts: what to embed.
         encoder: a sentence encoder. Default: the one that is installed, if any.
         progress: called as texts finish.
+        device: device of the sentence encoder if ``decoder`` is None. Default: an accelerator if there is
+            one.
 
     Raises:
-        I2CLError: on an empty text, or if there is no such encoder.
+        I2CLError: on an empty text, if there is no such encoder, or without an encoder and a decoder.
     """
     name = encoder or encoders.local_encoder()
     if name is not None:
-        return encoders.embed(encoders.frozen_encoder(name, str(decoder.device)), texts, progress)
+        place = usable_device(device) if decoder is None else decoder.device
+        return encoders.embed(encoders.frozen_encoder(name, str(place)), texts, progress)
+    require_decoder_and_task(decoder, task)
+    assert decoder is not None  # noqa: S101 - checked above
     scorer, layer = LabelScorer(decoder, task), round(STATE_DEPTH * (decoder.layers - 1))
     pooled = decoder.tokenizer.is_fast  # others do not say which tokens belong to the text
 

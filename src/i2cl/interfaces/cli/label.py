@@ -2,6 +2,7 @@
 
 import csv
 import shlex
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -83,13 +84,15 @@ def suggest(
         raise I2CLError(f"{problem}: add texts, or ask for fewer (-n)")
     load.libraries()
     from i2cl.labelling import suggest as choose
+    from i2cl.labelling.suggestion import needs_decoder
 
+    decoder = None
     if injection is None:
         decoder = load.decoder(source, load.with_default_dtype(loading))
         task = task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
-    else:
+    elif needs_decoder(injection):
         decoder = _decoder_of(injection, places, loading)
-    with console.progress(count, "comparing texts") as bar:
+    with console.progress(count + len(known), "comparing texts") as bar:
         suggestions = choose(
             decoder,
             injection or task,
@@ -98,6 +101,7 @@ def suggest(
             labelled=[row.text for row in known],
             seed=choice.seed,
             progress=bar.advance,
+            device=loading.device,
         )
     _write_suggestions(output, task, known, suggestions)
     used = {row.label for row in known}
@@ -155,26 +159,36 @@ def review(
     examples, lookup = read_labelled(
         labelled, task.labels, *columns, multi_label=False, skip=rows.skip_bad_rows
     )
-    name_by_row = {
-        (row.values[0], lookup.find(row.values[1])): row.place.removeprefix(f"{labelled} ")
-        for row in rows_or_errors(str(labelled), Columns(*columns))
-        if isinstance(row, Row)
-    }
+    names_by_row: dict[tuple[str, int | None], deque[str]] = defaultdict(deque)
+    for row in rows_or_errors(str(labelled), Columns(*columns)):
+        if isinstance(row, Row) and isinstance(row.values[0], str):
+            name = row.place.removeprefix(f"{labelled} ")
+            names_by_row[row.values[0], lookup.find(row.values[1])].append(name)
     try:
-        row_names = [name_by_row[example.text, example.label] for example in examples]
-    except KeyError:
+        row_names = [names_by_row[example.text, example.label].popleft() for example in examples]
+    except IndexError:
         raise I2CLError(f"{labelled} changed while it was read: run the command again") from None
     from i2cl.experiments.draw import review_seconds
     from i2cl.labelling import review as find_issues
 
-    decoder = _decoder_of(injection, places, loading)
-    if not json:
+    decoder, steps, what = None, len({row.text for row in examples}), "embedding texts"
+    if injection.head.uses_llm:
+        decoder, steps, what = _decoder_of(injection, places, loading), folds, "refitting"
+    if decoder is not None and not json:
         with console.waiting("timing the model"):
             seconds = review_seconds(decoder, task, examples, folds)
         if seconds > console.SHORT_S:
             console.note(f"expected time: about {console.duration(seconds)}")
-    with console.progress(folds, "refitting") as bar:
-        issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
+    with console.progress(steps, what) as bar:
+        issues = find_issues(
+            decoder,
+            injection,
+            examples,
+            folds=folds,
+            seed=seed,
+            progress=bar.advance,
+            device=loading.device,
+        )
     if json:
         records = [asdict(issue) | {"where": row_names[issue.row]} for issue in issues]
         console.print_json({"rows": len(examples), "issues": records})
@@ -205,6 +219,7 @@ def _injection(name: str, places: PlaceOptions) -> "Injection":
     load.libraries()
     from i2cl.core.injection import Injection
 
+    load.quiet()
     injection = Injection.from_pretrained(name, encoder=places.encoder)
     injection.task.require_single_label("this command")
     return injection

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
-from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression, regression_scores
-from i2cl.encoders import EmbeddingsConfig
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
 from i2cl.experiments.evidence.verdicts import Z, wilson
 from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
 from i2cl.interfaces.server.batcher import Batcher
@@ -31,11 +29,11 @@ from i2cl.interfaces.server.labelling_store import (
     Project,
     Round,
 )
-from i2cl.labelling.label_issues import review
+from i2cl.labelling.label_issues import Vector, fit_and_score, review
 from i2cl.labelling.suggestion import choose_typical, text_vectors, zero_shot_log_probs
 from i2cl.methods.cross_validation import fold_rows
 from i2cl.models.decoder import Decoder
-from i2cl.tasks import Example, Examples, Task, Template
+from i2cl.tasks import Example, Task, Template
 
 LABELS_PER_ROUND = 10
 MAX_CANDIDATES = 2000  # texts among which a round chooses: a random sample of larger projects
@@ -47,7 +45,6 @@ standard deviation in simulations (docs/guide/label.md)."""
 SAME_VECTOR = 0.99  # cosine; a text has another vector from another encoder
 
 _queueing = threading.Lock()
-Vector = Float[np.ndarray, " d"]  # see i2cl.labelling.text_vectors
 
 
 def latest_job(jobs: Jobs, project: Project) -> Job | None:
@@ -125,7 +122,7 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
             expert = EmbeddingsExpert.name if encoder else TfidfExpert.name
             weight, accuracy, issues = _cross_validate(decoder, project, rows, embeddings, expert)
             result = Round(answer, len(rows), expert, accuracy)
-            log_probs = _log_probs(task, task.train, [texts[at] for at in chosen], embeddings)
+            log_probs = fit_and_score(task, task.train, [texts[at] for at in chosen], embeddings)
             log_probs = (weight * log_probs).log_softmax(-1)
         else:
             result, issues = Round(answer, len(rows), None, None), list[Issue]()
@@ -141,21 +138,6 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
 
     fields: dict[str, Any] = batcher.run(work).result()
     return fields
-
-
-def _log_probs(
-    task: Task, rows: Examples, texts: Sequence[str], vectors: Mapping[str, Vector] | None
-) -> Float[Tensor, "texts labels"]:
-    """Fit a text expert to rows, and return the log-probabilities of texts.
-
-    ``vectors``: embeddings by text, with which a fit takes milliseconds; None for n-grams.
-    """
-    if vectors is None:
-        return TfidfExpert.fit(task, rows).scores(texts).log_softmax(-1)
-    known = np.stack([vectors[row.text] for row in rows])
-    weights = fit_regression(known, task, rows, EmbeddingsConfig().embeddings_c)
-    queries = torch.tensor(np.array([vectors[text] for text in texts]))
-    return regression_scores(weights, queries.view(len(texts), known.shape[1])).log_softmax(-1)
 
 
 def _cross_validate(
@@ -181,7 +163,7 @@ def _cross_validate(
     for fold in fold_rows(task, task.train, FOLDS):
         held_out = set(fold)
         other_rows = tuple(row for at, row in enumerate(task.train) if at not in held_out)
-        log_probs[fold] = _log_probs(task, other_rows, [rows[at].text for at in fold], vectors)
+        log_probs[fold] = fit_and_score(task, other_rows, [rows[at].text for at in fold], vectors)
     gold = np.array([row.label for row in task.train])
     right = int((log_probs.argmax(-1).numpy() == gold).sum())
     (weight,) = likely_weights(log_probs[None].numpy(), gold, [prior])
