@@ -80,7 +80,7 @@ def require_texts(texts: Sequence[str]) -> None:
         raise TextError(problems, len(texts), "correct or remove " + ("them" if len(problems) > 1 else "it"))
 
 
-def require_decoder_and_task(decoder: Decoder, task: Task) -> None:
+def require_decoder_and_task(decoder: Decoder | None, task: Task) -> None:
     """Raise I2CLError if an argument has another type, such as the name of a model or of a task."""
     require_type("decoder", decoder, Decoder, DECODER_HINT)
     require_type("task", task, Task, "load one with load_task, or construct a Task")
