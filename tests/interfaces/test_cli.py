@@ -200,6 +200,16 @@ def test_terminal_shows_each_stage_of_a_fit(call, home, tmp_path, monkeypatch):
     assert -1 < value[0] < value[1] < value[2] < value[3]
 
 
+def test_unlabelled_texts_may_come_from_stdin(call, home, tmp_path, monkeypatch):
+    lines = "".join(f"film {number}\n" for number in range(40)) + "\nlast\n"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines.encode())))
+    quick = ("--set", "epochs=1", "--evaluate", "0", "--skip-bad-rows")
+    code, _, err = call(*fit_arguments(home, tmp_path / "new", *quick, "--unlabelled", "-"))
+    assert code == 0, err
+    assert "skipped 1 rows without a usable text" in err
+    assert Injection.from_pretrained(tmp_path / "new").settings["label_prior"]["texts"] == 41
+
+
 def test_label_prior_is_fitted_saved_and_used_by_predict(call, home, tmp_path):
     texts = tmp_path / "texts.csv"
     texts.write_text("text,mark\n" + "".join(f"film {number},x\n" for number in range(40)), encoding="utf-8")

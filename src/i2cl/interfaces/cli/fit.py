@@ -531,18 +531,20 @@ def _about(seconds: float | None) -> str:
 
 
 def _unlabelled_texts(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
-    """Read the file of ``--unlabelled``; return an empty list without one."""
-    from i2cl.tasks.rows import check_queries, read_queries
+    """Read the file of ``--unlabelled``, once, as it may be a pipe; return an empty list without one."""
+    from i2cl.tasks.rows import BadRows, read_queries
 
     if method_options.unlabelled is None:
         if method_options.prior is not None:
             raise I2CLError("--prior needs unlabelled texts: give them with --unlabelled FILE")
         return []
     source = str(method_options.unlabelled)
-    column, skip = rows.text_column, rows.skip_bad_rows
-    if bad := check_queries(source, column=column, skip=skip).count:
-        console.note(f"{source}: skipped {bad} rows without a usable text")
-    queries = read_queries(source, column=column, skip=skip)
+    queries = list(read_queries(source, column=rows.text_column, skip=True))
+    bad = BadRows(source)
+    bad.add(*(query.error for query in queries if query.error is not None))
+    bad.raise_unless_skipped(len(queries), skip=rows.skip_bad_rows)
+    if bad.count:
+        console.note(f"{source}: skipped {bad.count} rows without a usable text")
     return [query.text for query in queries if query.error is None]
 
 
