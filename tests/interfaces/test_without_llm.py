@@ -26,6 +26,7 @@ from i2cl import (
 )
 from i2cl.core.experts import TfidfExpert
 from i2cl.core.injection import LABEL_PRIOR
+from i2cl.errors import I2CLError
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble, plain_injection
 from i2cl.interfaces.cli import console
 from tiny import tiny_folder
@@ -243,6 +244,28 @@ def test_update_keeps_the_options_of_the_text_experts(call, home, tmp_path, word
     first, new = (Injection.from_pretrained(tmp_path / name) for name in ("first", "new"))
     assert new.settings["embeddings_c"] == 0.5
     torch.testing.assert_close(new.head.embeddings.weights, first.head.embeddings.weights)
+
+
+def test_update_uses_an_encoder_that_was_moved(call, refused, home, tmp_path, words_encoder, monkeypatch):
+    options = ["--experts", "embeddings", "--set", "encoder=words", "--keep-examples"]
+    quick = ["--evaluate", "0", "-o", tmp_path / "task"]
+    assert call("fit", home / "model", home / "rows.csv", *options, *quick)[0] == 0
+
+    def find(name):
+        if name == "words":
+            raise I2CLError("encoder folder 'words' does not exist: give a folder")
+        return name
+
+    monkeypatch.setattr(encoders, "encoder_source", find)
+    changes = ["update", tmp_path / "task", "--remove", "login", *quick]
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "from_pretrained", refuse_to_load)
+        assert "encoder folder 'words' does not exist" in refused(*changes)
+    code, _, err = call(*changes, "--encoder", tmp_path / "elsewhere")
+    assert code == 0, err
+    injection = Injection.from_pretrained(tmp_path / "task")
+    assert injection.ensemble["encoder"] == str(tmp_path / "elsewhere")
+    assert "--encoder elsewhere" in injection.command
 
 
 def test_terminal_shows_the_progress_of_the_sentence_encoder(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
 
-_NAME_OR_PATH = ("model", "task", "artefact")  # arguments of type str that may be paths
+_NAME_OR_PATH = ("model", "task", "artefact", "encoder")  # parameters of type str that may be paths
 GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
 MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
 MAX_SNIPPET = 50  # characters of such a text

@@ -11,6 +11,7 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, fit, load, options
 from i2cl.interfaces.cli.fit import EvaluationOptions
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
+from i2cl.interfaces.cli.predict import PlaceOptions
 from i2cl.storage.atomic import require_writable
 from i2cl.storage.layout import own_files
 
@@ -43,7 +44,7 @@ def update(
     labels: LabelOptions,
     rows: Annotated[TaskOptions, COLUMNS],
     evaluation: Annotated[EvaluationOptions, ("evaluate", "folds", "threshold")],
-    model: options.BaseName = None,
+    places: PlaceOptions,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -66,14 +67,16 @@ def update(
     from i2cl.experiments.fitting import require_supported
     from i2cl.injections.ensemble import EnsembleConfig
 
-    injection = Injection.from_pretrained(artefact)
+    injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     removed = [new_names.get(word, word) for word in labels.remove or []]
     method = fit.method_of(_rename_class_weights(injection, new_names, removed))
     task = _changed_task(injection, new_names, removed, source, rows)
     stored_threshold = injection.evaluation.get("threshold") if task.multi_label else None
+    ensemble = EnsembleConfig.of(injection)
+    ensemble.members()  # raises if the encoder is missing
     request = FitRequest(
         method,
-        EnsembleConfig.of(injection),
+        ensemble,
         injection.seed,
         injection.scoring,
         threshold=evaluation.threshold or stored_threshold,
@@ -84,11 +87,11 @@ def update(
     if LABEL_PRIOR in injection.settings:
         hint = "fit again with --unlabelled to estimate one"
         console.note(f"the label prior is left out, because its unlabelled texts are not stored: {hint}")
-    decoder = load.artefact_decoder(injection, model, load.with_default_dtype(loading))
+    decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
     injection.require_base(decoder)
     all_rows = Draw(task.train, len(task.train), len(task.train))
     if injection.head.uses_llm:
-        all_rows = all_rows.timed(decoder, task, method, request.ensemble)
+        all_rows = all_rows.timed(decoder, task, method, ensemble)
     plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
     survey, summary = fit.describe_rows(task, decoder, all_rows, plan, updates=True)
     if not json:
