@@ -118,6 +118,19 @@ def test_two_text_experts_are_pooled_and_evaluated(call, home, tmp_path, words_e
     assert all(weight > 0 for weight in others)
 
 
+@pytest.mark.parametrize(("words", "texts"), [((), 48), (("--keep-back", "0", "--folds", "2"), 60)])
+def test_texts_that_a_baseline_embeds_are_counted(
+    call, home, tmp_path, words_encoder, monkeypatch, words, texts
+):
+    shown, describe = [], console.Bar.describe
+    monkeypatch.setattr(console.Bar, "describe", lambda bar, what: shown.append(what) or describe(bar, what))
+    monkeypatch.setattr(encoders, "local_encoder", lambda: "words")
+    arguments = [home / "model", home / "rows.csv", "--experts", "tfidf", "-o", tmp_path / "task"]
+    code, _, err = call("fit", *arguments, *words)
+    assert code == 0, err
+    assert f"evaluating sentence_embeddings, {texts} texts embedded" in shown
+
+
 def test_cross_validation_does_not_run_the_model(call, tmp_path, home, no_forward):
     few = write_csv(tmp_path / "few.csv", ["text", "label"], ROWS[:15])
     code, out, err = call("fit", home / "model", few, "--experts", "tfidf", "-o", tmp_path / "task")

@@ -92,7 +92,7 @@ def _fit(
         injection = replace(injection, examples=tuple(demonstrations))
     weighted, device = method.weighted(task, demonstrations), str(decoder.device)
     if EmbeddingsExpert.name in request.ensemble.members():
-        observer.embedding(len(weighted))
+        observer.stage("embedding texts", len(weighted))
     prior = llm_prior(method)
     injection = fit_ensemble(injection, request.ensemble, prior, weighted, device, observer.scored)
     settings = injection.settings
@@ -113,7 +113,7 @@ def _fit_llm(
         decoder, task, demonstrations, request.seed, observer.step, request.scoring
     )
     if request.unlabelled:
-        observer.scoring_unlabelled(len(request.unlabelled))
+        observer.stage("scoring unlabelled texts", len(request.unlabelled))
         injection = _with_label_prior(injection, decoder, request, observer.scored)
     if temperature := typical_temperature(method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)

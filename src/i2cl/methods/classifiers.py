@@ -175,6 +175,10 @@ class SentenceEmbeddings(Method):
     """Logistic regression on unit-length embeddings of a frozen sentence encoder.
 
     Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
+
+    Attributes:
+        config: encoder and classifier.
+        progress: called as a fit embeds demonstrations.
     """
 
     name = "sentence_embeddings"
@@ -182,6 +186,7 @@ class SentenceEmbeddings(Method):
     needs = "demonstrations, sentence-transformers, a second model"
     settings = (EmbeddingsConfig,)
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
+    progress: Progress | None = field(default=None, compare=False, repr=False)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ExpertPredictor:
         """Embed the demonstrations and fit the classifier.
@@ -192,7 +197,8 @@ class SentenceEmbeddings(Method):
         """
         require_two_classes(self.name, task, demonstrations)
         device = str(decoder.device)
-        return ExpertPredictor(EmbeddingsExpert.fit(self.config, task, demonstrations, device), device)
+        expert = EmbeddingsExpert.fit(self.config, task, demonstrations, device, self.progress)
+        return ExpertPredictor(expert, device)
 
 
 @dataclass(frozen=True)

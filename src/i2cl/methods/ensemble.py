@@ -19,11 +19,14 @@ from i2cl.models.scoring import Progress
 from i2cl.tasks import Examples, Task
 
 
-def text_methods(config: EnsembleConfig) -> dict[str, Method]:
-    """Return the methods without an LLM that a fit is compared or combined with, by name of the expert."""
+def text_methods(config: EnsembleConfig, progress: Progress | None = None) -> dict[str, Method]:
+    """Return the methods without an LLM that a fit is compared or combined with, by name of the expert.
+
+    ``progress`` is called as a fit of one of them embeds demonstrations.
+    """
     methods: dict[str, Method] = {TfidfExpert.name: CharTfidf()}
     if config.embeddings is not None:
-        methods[EmbeddingsExpert.name] = SentenceEmbeddings(config.embeddings)
+        methods[EmbeddingsExpert.name] = SentenceEmbeddings(config.embeddings, progress)
     return methods
 
 

@@ -6,7 +6,7 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from random import Random
@@ -86,11 +86,8 @@ class FitObserver:
     def step(self, done: int, total: int, loss: float) -> None:
         """Called after each step of the fit, with its mean loss in nats."""
 
-    def scoring_unlabelled(self, texts: int) -> None:
-        """Called before the unlabelled texts are scored."""
-
-    def embedding(self, texts: int) -> None:
-        """Called before the sentence encoder embeds the demonstrations."""
+    def stage(self, what: str, texts: int) -> None:
+        """Called before texts are processed: unlabelled ones scored, or the demonstrations embedded."""
 
     def fitted(self, injection: Injection, seconds: float) -> None:
         """Called with the fit before it is evaluated."""
@@ -101,8 +98,11 @@ class FitObserver:
     def evaluating(self, method: str) -> None:
         """Called with the name of each method before it is scored."""
 
+    def embedded(self, texts: float) -> None:
+        """Called as texts are embedded to fit a baseline or, in a cross-validation, an expert."""
+
     def scored(self, rows: float) -> None:
-        """Called as rows are scored or embedded."""
+        """Called as rows are scored, and as the texts of a `stage` finish."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,8 @@ def evaluate_fit(
     method, shared = request.method, SharedScores()
     observer = observer or FitObserver()
     fitter = _Fitter(decoder, task, tuple(demonstrations), plan, injection.seed)
-    fits, texts = fitter.baselines(request), text_methods(request.ensemble)
+    texts = text_methods(request.ensemble, observer.embedded)
+    fits = fitter.baselines(request, texts.values())
     experts = [expert.name for expert in injection.head.experts]
     members = [texts[name].full_name for name in experts]
     priors = [TEXT_PRIORS[name] for name in experts]
@@ -372,8 +373,10 @@ class _Fitter:
     plan: EvaluationPlan
     seed: int
 
-    def baselines(self, request: FitRequest) -> dict[Method, Callable[[Method], Fitted]]:
-        """Return how each baseline is fitted; text experts with the example weights of the fit."""
+    def baselines(
+        self, request: FitRequest, text_baselines: Iterable[Method]
+    ) -> dict[Method, Callable[[Method], Fitted]]:
+        """Return how each baseline is fitted; ``text_baselines`` with the example weights of the fit."""
         weighted = request.method.weighted(self.task, self.demonstrations)
 
         @cache
@@ -394,7 +397,7 @@ class _Fitter:
         fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(free, fit_once)
         few_shot = make_methods(["few_shot"] if uses_llm else [])
         fits |= dict.fromkeys((*few_shot, *self.plan.compare), fit_other)
-        return fits | dict.fromkeys(text_methods(request.ensemble).values(), fit_text)
+        return fits | dict.fromkeys(text_baselines, fit_text)
 
     def use_injection(
         self,

@@ -192,7 +192,7 @@ def evaluate_multi_label(
 
     texts_by_expert, experts = text_methods(request.ensemble), [one.name for one in injection.head.experts]
     fitted_experts = () if plan.folds else injection.head.experts
-    fits = baselines(decoder, task, plan, request.ensemble, fitted_experts)
+    fits = baselines(decoder, task, plan, request.ensemble, fitted_experts, observer.embedded)
     known_seconds = {texts_by_expert[one.name].full_name: one.fit_seconds for one in fitted_experts}
     members = [texts_by_expert[expert].full_name for expert in experts]
     priors = [TEXT_PRIORS[expert] for expert in experts]
@@ -367,11 +367,12 @@ def baselines(
     plan: EvaluationPlan,
     config: EnsembleConfig,
     fitted_experts: Sequence[TextExpert] = (),
+    progress: Progress | None = None,
 ) -> dict[str, Callable[[Examples], Predictor]]:
     """Return how each baseline is fitted to demonstrations. All text experts are among them.
 
     Without cross-validation, the label frequencies are those of all training rows that are not in the plan.
-    ``fitted_experts`` are not fitted again.
+    ``fitted_experts`` are not fitted again. ``progress`` is called as a fit embeds texts.
     """
     labels, device = len(task.labels), str(decoder.device)
     scored = {row.text for row in plan.rows}
@@ -389,7 +390,7 @@ def baselines(
 
     def text_expert(name: str, shown: Examples) -> Predictor:
         fitted = (expert for expert in fitted_experts if expert.name == name)
-        expert = next(fitted, None) or fit_expert(name, config, task, shown, device)
+        expert = next(fitted, None) or fit_expert(name, config, task, shown, device, progress)
         cost = ExpertPredictor(expert, device).cost
         return _Baseline(lambda texts: expert.scores(texts, device).double().sigmoid().numpy(), cost)
 

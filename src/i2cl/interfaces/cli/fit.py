@@ -327,21 +327,19 @@ def fit_and_show(
 
 def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
     """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
-    from i2cl.experiments.evidence import multi_label
-    from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitObserver
+    from i2cl.experiments.evidence.fit_evaluation import FitObserver
 
     class Observer(FitObserver):
         saved = False
         seconds = 0.0
+        method = ""  # that is evaluated
+        texts = 0.0  # embedded for its fit
 
-        def scoring_unlabelled(self, texts: int) -> None:
-            bar.restart(texts, "scoring unlabelled texts")
+        def stage(self, what: str, texts: int) -> None:
+            bar.restart(texts, what)
 
         def step(self, done: int, total: int, loss: float) -> None:
             bar.epoch(done, total, loss)
-
-        def embedding(self, texts: int) -> None:
-            bar.restart(texts, "embedding texts")
 
         def fitted(self, injection: "Injection", seconds: float) -> None:
             injection.save_pretrained(output)  # the evaluation may take longer than the fit
@@ -352,20 +350,32 @@ def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
                     f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
                 )
             if plan.rows:
-                rivals = len(BASELINES) + len(plan.compare) + 1
-                rivals = multi_label.N_BASELINES if injection.task.multi_label else rivals
-                bar.restart(len(plan.rows) * (rivals + 1), "evaluating")
+                methods = _count_methods(plan, is_multi_label=injection.task.multi_label)
+                bar.restart(len(plan.rows) * methods, "evaluating")
 
         def refit_step(self, done: int, total: int, _loss: float) -> None:
             bar.describe(f"refitting, step {done} of {total}")
 
         def evaluating(self, method: str) -> None:
+            self.method, self.texts = method, 0.0
             bar.describe(f"evaluating {method}")
+
+        def embedded(self, texts: float) -> None:
+            self.texts += texts
+            bar.describe(f"evaluating {self.method}, {self.texts:,.0f} texts embedded")
 
         def scored(self, rows: float) -> None:
             bar.advance(rows)
 
     return Observer()
+
+
+def _count_methods(plan: "EvaluationPlan", *, is_multi_label: bool) -> int:
+    """Return the maximum number of methods in an evaluation."""
+    from i2cl.experiments.evidence.fit_evaluation import BASELINES
+    from i2cl.experiments.evidence.multi_label import N_BASELINES
+
+    return 1 + N_BASELINES if is_multi_label else 2 + len(BASELINES) + len(plan.compare)
 
 
 def _show_fit(
