@@ -336,7 +336,11 @@ NOT_A_LABEL = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.csv", "text,label,text\nx,good,y\n", "names column 'text' twice"),
         ("a.csv", "text,label\nfine, really,good\n", "row 2: 3 cells but the header has 2: quote cells"),
         ("a.csv", "label,text\ngood,x\ngood\n", "row 3: 1 cells but the header has 2: complete the row"),
-        ("a.csv", 'text,label\nx,good\n"y,good\nz,bad\n', "row 3: unexpected end of data"),
+        (
+            "a.csv",
+            'text,label\nx,good\n"y,good\nz,bad\n',
+            "row 3: the file ends inside a cell that begins with",
+        ),
         ("a.csv", "text,label\nx,good\n,good\n", "row 3: the text is empty"),
         ("a.tsv", 'text\tlabel\n" "\tgood\n', "row 2: the text is empty"),
         ("a.jsonl", '{"text": 5, "label": 0}', "line 1: the text is 5, not a string"),
@@ -477,7 +481,8 @@ def test_encoding_is_that_of_the_first_non_ascii_line(tmp_path):
 def test_missing_column_gets_a_suggestion(tmp_path):
     path = write(tmp_path, "a.csv", "Message,topic\nx,good\n")
     value = failure(path, text_column="mesage", label_column="topic")
-    assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in value
+    problem = "no text column 'mesage', the columns are Message, topic"
+    assert f"{problem}: did you mean 'Message'? name it in text_column (--text-column)" in value
     path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
     assert "if the file has no header, add one that names its 2 columns" in failure(path, labels=None)
 
@@ -632,6 +637,28 @@ def test_numbers_from_one_are_labels(tmp_path):
 )
 def test_likely_typos(counts, result):
     assert likely_typos(counts) == result
+
+
+@pytest.mark.parametrize("ending", ["", ".0"])
+def test_negative_numbers_are_labels_in_every_format(tmp_path, ending):
+    cells = [f"{number}{ending}" for number in (-2, -1, 0, 1)]
+    names = ("awful", "bad", "neutral", "good")
+    codes = dict(zip(("-2", "-1", "0", "1"), names, strict=True))
+    table = write(tmp_path, "a.csv", "text,label\n" + "".join(f"text {cell},{cell}\n" for cell in cells))
+    rows = [f'{{"text": "text {cell}", "label": {cell}}}\n' for cell in cells]
+    lines = write(tmp_path, "a.jsonl", "".join(rows))
+    for path in (table, lines):
+        examples, lookup = read_labelled(path, codes)
+        assert [lookup.labels[example.label] for example in examples] == list(names)
+    assert read_labelled(lines)[1].labels == ("-2", "-1", "0", "1")
+
+
+def test_a_problem_of_every_row_is_named_once(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"data": {"text": "x"}}\n' * 30)
+    value = failure(path)
+    assert f"{path}: none of the 30 rows can be used: no text column 'text' and no label column" in value
+    assert "line" not in value.removeprefix(str(path))
+    assert "keys of nested objects are not read: flatten them" in value
 
 
 def test_number_is_one_label_as_int_float_or_string(tmp_path):

@@ -108,7 +108,8 @@ class Columns:
                     place,
                 )
             kind = kinds[column]
-            advice = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "
+            guess = did_you_mean(column, present, limit=1)
+            advice = f"{guess}name it in " if guess else f"say which one holds the {kind}: "
             advice += f"{kind}_column (--{kind}-column){hint}"
             raise RowError(f"no {kind} column {column!r}, {available}: {advice}", place)
 
@@ -253,9 +254,12 @@ def _csv_rows(
                 yield from open_rows.add_row(row, cells)
         yield from open_rows.take()
     except csv.Error as error:
-        hint = "put the cell in quotation marks and double those inside it"
+        problem, hint = str(error), "put the cell in quotation marks and double those inside it"
+        if problem == "unexpected end of data":
+            problem = "the file ends inside a cell that begins with a quotation mark"
+            hint = "close it, or double it if it belongs to the text"
         hint = _APOSTROPHES_HINT if uses_apostrophes else hint
-        raise RowError(f"{name} row {number + 1}: {error}: {hint}") from error
+        raise RowError(f"{name} row {number + 1}: {problem}: {hint}") from error
 
 
 def _row_problem(cells: Sequence[str], header: Sequence[str], delimiter: str) -> str:
@@ -376,7 +380,10 @@ def _row_from_object(record: Any, columns: Columns, place: str) -> Row:
     if not isinstance(record, dict):
         names = ", ".join(map(repr, columns.names))
         raise RowError(f"{preview(record)} is not an object: write one with {names}", place)
-    columns.require(list(record), place)
+    hint = ""
+    if any(isinstance(value, dict) for value in record.values()):
+        hint = "; keys of nested objects are not read: flatten them first (pandas.json_normalize)"
+    columns.require(list(record), place, hint)
     return Row(place, tuple(record[column] for column in columns.names))
 
 

@@ -79,7 +79,7 @@ class LabelLookup:
         # words that differ only in case need an exact match
         folded = {word.casefold(): index for word, index in self._ids.items()}
         self._folded = {word: index for word, index in folded.items() if counts[word] == 1}
-        self._numbers = {as_id(code): self._ids[code] for code in codes}
+        self._numbers = {as_integer(code): self._ids[code] for code in codes}
         self._numbers = self._numbers or dict(enumerate(range(len(self.labels)), start=first))
         self.allowed = ", ".join(f"{code} ({word})" for code, word in codes.items())
         if not codes:
@@ -92,7 +92,7 @@ class LabelLookup:
         word = str(label).strip() if isinstance(label, float) else cell_word(label)
         if word is None:
             return None
-        number = as_id(word)
+        number = as_integer(word)
         if word not in self._ids and str(number) in self._ids:  # 1.0 means the label word "1" if there is one
             word = str(number)
         folded = word.casefold()
@@ -106,25 +106,32 @@ def cell_word(cell: object) -> str | None:
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float):
-        number = as_id(cell)
+        number = as_integer(cell)
         return None if number is None else str(number)
     return normalize_word(cell.strip()) if isinstance(cell, str) else None
 
 
 def as_id(cell: object) -> int | None:
-    """Return a cell as a class id, or None if it is not one.
+    """Return a cell as a class id, or None if it is not one: an integer from 0, see `as_integer`."""
+    number = as_integer(cell)
+    return None if number is None or number < 0 else number
+
+
+def as_integer(cell: object) -> int | None:
+    """Return a cell as an integer, or None if it is not one.
 
     1.0 is accepted as 1: pandas writes integers as floats in columns with missing values.
     """
     word = str(cell).strip().removesuffix(".0")
-    is_number = word.isascii() and word.isdecimal() and len(word) <= _MAX_ID_DIGITS
+    digits = word.removeprefix("-")
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_ID_DIGITS
     return int(word) if is_number and not isinstance(cell, bool) else None
 
 
 def sort_labels(words: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct label words, sorted: by value if all are numbers, else alphabetically."""
     distinct = set(words)
-    if any(as_id(word) is None for word in distinct):
+    if any(as_integer(word) is None for word in distinct):
         return tuple(sorted(distinct))
     return tuple(sorted(distinct, key=lambda word: (int(word.removesuffix(".0")), word)))
 

@@ -104,7 +104,9 @@ class BadRows:
         if not self.count or (skip and self.count < total):
             return
         message = str(self.errors[0])
-        if self.count > 1:
+        if 1 < self.count == total and len(self._reasons) == 1:
+            message = f"{self._source}: none of the {total:,} rows can be used: {self.errors[0].why}"
+        elif self.count > 1:
             message = f"{self._source}: {self.count:,} of {total:,} rows cannot be used: {self.summary()}"
         if skip:
             message += "; no row is left without them"
