@@ -172,6 +172,16 @@ def test_boolean_labels_are_named_by_name_code_pairs(call, model, tmp_path):
     assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
 
 
+def test_suggested_labels_merge_spellings_in_other_case(call, model, tmp_path):
+    rows = [(f"text {number}", ("good", "bad")[number % 2]) for number in range(8)]
+    path = write(tmp_path / "case.csv", [*rows, ("one", "GOOD")])
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
+    assert "! To merge labels that differ in case only: --labels bad,good." in out
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--labels", "bad,good")
+    assert "Labels: bad 4, good 5." in out
+    assert "!" not in out
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

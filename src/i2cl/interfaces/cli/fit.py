@@ -498,6 +498,9 @@ def _label_lines(survey: "Survey", *, updates: bool) -> Iterator[str]:
     for word, other in survey.typos.items():
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
+    spellings = _one_spelling(survey)
+    if len(spellings) < len(survey.labels) and not updates:
+        yield f"! To merge labels that differ in case only: --labels {shlex.quote(','.join(spellings))}."
     for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
         snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
         yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
@@ -507,6 +510,11 @@ def _label_lines(survey: "Survey", *, updates: bool) -> Iterator[str]:
         codes = list(survey.labels)[:MAX_CODES]
         pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))
         yield f"! The labels are {survey.codes}: name them for the model with --labels '{pairs}'."
+
+
+def _one_spelling(survey: "Survey") -> list[str]:
+    """Return the labels without those that differ from a more frequent one in case only."""
+    return [word for word in survey.labels if survey.typos.get(word, "").casefold() != word.casefold()]
 
 
 def _usage_line(draw: "Draw", kept_back: int, plan: "EvaluationPlan") -> str:
