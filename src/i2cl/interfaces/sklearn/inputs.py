@@ -11,6 +11,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from i2cl.errors import I2CLError, first_line
 from i2cl.models.scoring import require_texts
 from i2cl.tasks import Example
+from i2cl.tasks.labels import is_blank
 
 Classes = Shaped[np.ndarray, " classes"]
 
@@ -39,9 +40,13 @@ def as_texts(rows: Any, argument: str = "X") -> list[str]:
     if not texts:
         raise I2CLError(f"{argument} has no texts (0 samples), but a minimum of 1 is required: pass some")
     for row, text in enumerate(texts):
+        if _is_missing(text):
+            raise I2CLError(f"text {row + 1} of {argument} is missing ({text}): fill it in or leave it out")
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise I2CLError(f"text {row + 1} of {argument} is a {kind}, not a string: pass one text per row")
+            raise I2CLError(
+                f"text {row + 1} of {argument} is of type {kind}, not a string: pass one text per row"
+            )
     require_texts(texts)
     return [str(text) for text in texts]  # numpy.str_ is a subclass of str
 
@@ -165,14 +170,13 @@ def as_classes(y: Any, rows: int) -> tuple[Classes, Shaped[np.ndarray, " rows"]]
         assert_all_finite(column, input_name="y")
         check_classification_targets(column)
     except (TypeError, ValueError) as error:
-        raise I2CLError(f"{first_line(error)}: give each text one class") from None
+        raise I2CLError(f"{first_line(error).rstrip('.')}: give each text one class") from None
     if len(column) != rows:
         raise I2CLError(f"X has {rows} texts and y has {len(column)} classes: give each text one class")
     try:
         classes, ids = np.unique(column, return_inverse=True)
     except TypeError:
-        kinds = ", ".join(sorted({type(value).__name__ for value in column.tolist()}))
-        raise I2CLError(f"y mixes classes of several types ({kinds}): convert them to one type") from None
+        raise _mixed_types(column.tolist()) from None
     if len(classes) < 2:
         raise I2CLError(f"y has only one class, {classes.tolist()[0]!r}: pass texts of at least two")
     return classes, ids
@@ -192,6 +196,8 @@ def _as_numpy(y: Any) -> Any:
         y = y.astype(object)
     if isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1):
         _require_complete([_is_missing(value) for value in y])
+        if len({isinstance(value, str) for value in y}) > 1:  # NumPy would convert all to strings
+            raise _mixed_types(y)
     if isinstance(y, np.ndarray) and y.dtype == object:
         for kinds in ((bool, np.bool_), (int, np.integer)):
             if all(isinstance(value, kinds) for value in y):
@@ -203,6 +209,11 @@ def _is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or NA or NaT of pandas."""
     nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
     return value is None or nan or type(value).__name__ in {"NAType", "NaTType"}
+
+
+def _mixed_types(classes: Sequence[Any]) -> I2CLError:
+    kinds = ", ".join(sorted({type(value).__name__ for value in classes}))
+    return I2CLError(f"y mixes classes of several types ({kinds}): convert them to one type")
 
 
 def _require_complete(missing: Sequence[bool]) -> None:
@@ -245,6 +256,9 @@ def label_words(classes: Classes, labels: Mapping[Any, str] | Sequence[str] | No
     values = classes.tolist()
     if labels is None:
         _require_words(values)
+        if padded := [value for value in values if value != value.strip() or is_blank(value)]:
+            hint = "strip the classes (y.str.strip() in pandas), or pass labels with a word for each"
+            raise I2CLError(f"class {padded[0]!r} is empty or has spaces around it: {hint}")
         return tuple(values)
     if isinstance(labels, Mapping):
         words = _words_by_class(values, labels)
