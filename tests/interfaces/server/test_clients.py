@@ -7,13 +7,15 @@ import pytest
 
 from fitting import raises
 from i2cl import Decoder, Injection, load_task
-from i2cl.interfaces.server.client import Client, ServerError, _retry_after
+from i2cl.interfaces.server.client import Client, FitOptions, ServerError, _retry_after
 
 from .conftest import make_injection
 from .test_serve import serving
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
+
+from i2cl.interfaces.server.routes import schemas
 
 TOKEN = "0123456789abcdefR"
 TASK = load_task("mood-colour-1")
@@ -152,3 +154,20 @@ def test_lost_connection_does_not_start_a_fit_twice(proxy):
 @pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 def test_retry_after_is_at_most_a_minute(given, seconds):
     assert _retry_after(given) == seconds
+
+
+def test_client_declares_every_option_of_a_fit():
+    own_arguments = {"name", "template", "examples", "check"}
+    assert set(FitOptions.__annotations__) == set(schemas.Fit.model_fields) - own_arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("a.xlsx", ".xlsx files cannot be sent as text: save the file as CSV"),
+        ("a.txt", "unknown file format '.txt': set format to one of csv, tsv, jsonl, json"),
+    ],
+)
+def test_file_that_cannot_be_sent_as_text_is_refused(name, problem):
+    with pytest.raises(ValueError, match=problem):
+        schemas.DataFile.model_validate({"name": name, "content": "text,label\n"})

@@ -111,7 +111,7 @@ def test_invalid_fit_requests_are_refused(client, change, expected):
 UNREADABLE = [
     (b"", "the body is empty", None),
     (b'{"model": "films"', "the body is not valid JSON", None),
-    (b'{"model": "\xff"}', "the body is not valid UTF-8", None),
+    (b'{"model": "\xff"}', "the body is not valid UTF-8: encode it as UTF-8", None),
     (b'{"model": "films"}', "input is missing", "input"),
 ]
 

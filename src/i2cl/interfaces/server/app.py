@@ -172,9 +172,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
             headers["Allow"] = ", ".join(name for name in METHODS if _accepts(app, name, request.scope))
         known = {404: ("not_found", "not found"), 405: ("method", "method not allowed")}
         code, message = known.get(error.status_code, ("bad_request", "the request is invalid"))
-        if error.status_code == 400 and isinstance(error.__cause__, UnicodeDecodeError):
-            message = "the body is not valid UTF-8"
         hint = "see the paths and methods in /openapi.json"
+        if error.status_code == 400 and isinstance(error.__cause__, UnicodeDecodeError):
+            message, hint = "the body is not valid UTF-8", "encode it as UTF-8"
         return respond(request, RefusalError(error.status_code, code, message, hint, headers=headers))
 
 

@@ -62,6 +62,7 @@ class FitOptions(TypedDict, total=False):
     shots: int | None
     seed: int
     method: str | None
+    experts: Sequence[str] | None
     recipe: str | None
     settings: Mapping[str, str | int | float | bool]
     evaluate: int

@@ -197,7 +197,7 @@ def _as_numpy(y: Any) -> Any:
     if isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1):
         _require_complete([_is_missing(value) for value in y])
         if len({isinstance(value, str) for value in y}) > 1:  # NumPy would convert all to strings
-            raise _mixed_types(y)
+            raise _mixed_types(list(y))
     if isinstance(y, np.ndarray) and y.dtype == object:
         for kinds in ((bool, np.bool_), (int, np.integer)):
             if all(isinstance(value, kinds) for value in y):

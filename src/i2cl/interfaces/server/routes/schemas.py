@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Header
 from pydantic import (
@@ -128,13 +128,16 @@ LabelledText = Annotated[
 ]
 
 
+DataFormat = Literal["csv", "tsv", "jsonl", "json"]
+
+
 class DataFile(Body):
     """A file of labelled rows, sent as text."""
 
     name: Annotated[str, Field(min_length=1, max_length=255, description="File name, shown in errors.")]
     content: Annotated[str, Field(min_length=1)]
     format: Annotated[
-        Literal["csv", "tsv", "jsonl", "json"] | None,
+        DataFormat | None,
         Field(description="Default: by the ending of the name."),
     ] = None
 
@@ -147,8 +150,10 @@ class DataFile(Body):
     def _require_format(self) -> "DataFile":
         if not self.name.isprintable():  # errors and logs quote it
             raise ValueError(f"file name {self.name!a} has control characters: rename it")
+        if self.suffix in {".parquet", ".xlsx"}:
+            raise ValueError(f"{self.suffix} files cannot be sent as text: save the file as CSV")
         if self.suffix not in ROW_SUFFIXES:
-            known = ", ".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
+            known = ", ".join(get_args(DataFormat))
             raise ValueError(f"unknown file format {self.suffix!r}: set format to one of {known}")
         return self
 
