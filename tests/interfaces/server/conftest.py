@@ -6,7 +6,9 @@ import tarfile
 import pytest
 
 from fitting import ASKED, TASKS, random_injection
+from i2cl import Decoder
 from i2cl.interfaces.server.refusals import RefusalError
+from tiny import tiny_model, tiny_tokenizer
 
 TEXTS = ASKED
 HOST = "http://127.0.0.1"
@@ -68,21 +70,43 @@ def service(open_service):
     return open_service()
 
 
-@pytest.fixture
-def make_client():
-    """Function that makes an HTTP client of a service's application."""
-    pytest.importorskip("fastapi")
+def client_of(service, access=None, **options):
+    """Return an HTTP client of a service's application."""
     from starlette.testclient import TestClient
 
     from i2cl.interfaces.server.app import make_app
     from i2cl.interfaces.server.guard import Access
 
-    def make(service, access=None, **options):
-        hosts = frozenset({"127.0.0.1", "localhost"})
-        app = make_app(service, access or Access({}, hosts), **options)
-        return TestClient(app, base_url=HOST, raise_server_exceptions=False)
+    hosts = frozenset({"127.0.0.1", "localhost"})
+    app = make_app(service, access or Access({}, hosts), **options)
+    return TestClient(app, base_url=HOST, raise_server_exceptions=False)
 
-    return make
+
+@pytest.fixture
+def make_client():
+    """Function that makes an HTTP client of a service's application."""
+    pytest.importorskip("fastapi")
+    return client_of
+
+
+@pytest.fixture(scope="module")
+def shared_service(tmp_path_factory):
+    """A service with a task, for all tests of a module that do not change its tasks."""
+    pytest.importorskip("prometheus_client")
+    from i2cl.interfaces.server.service import Service
+
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+    service = Service(decoder, tmp_path_factory.mktemp("served") / "tasks")
+    service.tasks.put("films", make_injection(decoder, 0))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def shared_client(shared_service):
+    """HTTP client of the shared service: making an application takes a quarter of a second."""
+    pytest.importorskip("fastapi")
+    return client_of(shared_service)
 
 
 @pytest.fixture

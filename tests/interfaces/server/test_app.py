@@ -44,9 +44,9 @@ def test_classify_returns_the_scores_of_the_library(client, service):
     assert {one["num_classes"] for one in outcome["data"]} == {2}
 
 
-def test_label_below_the_minimum_confidence_is_empty(client):
-    answer = client.post(CLASSIFY, json=CLASSIFY_BODY).json()["data"]
-    unsure = client.post(CLASSIFY, json=CLASSIFY_BODY | {"min_confidence": 1}).json()["data"]
+def test_label_below_the_minimum_confidence_is_empty(shared_client):
+    answer = shared_client.post(CLASSIFY, json=CLASSIFY_BODY).json()["data"]
+    unsure = shared_client.post(CLASSIFY, json=CLASSIFY_BODY | {"min_confidence": 1}).json()["data"]
     assert unsure == [answer[0] | {"label": "", "labels": []}]
 
 
@@ -105,35 +105,39 @@ def chat_logprobs(client, messages, **options):
     return [one["logprob"] for one in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
 
 
-def test_chat_classifies_the_user_message_like_classify(client):
-    answer = client.post(CLASSIFY, json=CLASSIFY_BODY).json()["data"][0]
-    reply = client.post(CHAT, json=CHAT_BODY | {"logprobs": True, "top_logprobs": 2, "temperature": 0}).json()
+def test_chat_classifies_the_user_message_like_classify(shared_client):
+    answer = shared_client.post(CLASSIFY, json=CLASSIFY_BODY).json()["data"][0]
+    reply = shared_client.post(
+        CHAT, json=CHAT_BODY | {"logprobs": True, "top_logprobs": 2, "temperature": 0}
+    ).json()
     assert reply["choices"][0]["message"]["content"] == answer["label"]
     logprobs = [one["logprob"] for one in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
     assert [math.exp(one) for one in logprobs] == pytest.approx(sorted(answer["probs"], reverse=True))
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_chat_ignores_system_and_developer_messages(client, role):
+def test_chat_ignores_system_and_developer_messages(shared_client, role):
     user = {"role": "user", "content": TEXT}
     instruction = {"role": role, "content": "You are a helpful assistant."}
-    assert chat_logprobs(client, [instruction, user]) == chat_logprobs(client, [user])
+    assert chat_logprobs(shared_client, [instruction, user]) == chat_logprobs(shared_client, [user])
 
 
-def test_chat_joins_text_parts_with_newlines(client):
+def test_chat_joins_text_parts_with_newlines(shared_client):
     parts = [{"type": "text", "text": part, "cache_control": None} for part in ("a warm", "film")]
-    joined = chat_logprobs(client, [{"role": "user", "content": "a warm\nfilm"}])
-    assert chat_logprobs(client, [{"role": "user", "content": parts}]) == joined
+    joined = chat_logprobs(shared_client, [{"role": "user", "content": "a warm\nfilm"}])
+    assert chat_logprobs(shared_client, [{"role": "user", "content": parts}]) == joined
 
 
-def test_chat_has_at_most_as_many_top_logprobs_as_labels(client):
+def test_chat_has_at_most_as_many_top_logprobs_as_labels(shared_client):
     user = [{"role": "user", "content": TEXT}]
-    assert [len(chat_logprobs(client, user, top_logprobs=most)) for most in (0, 1, 20)] == [0, 1, 2]
+    assert [len(chat_logprobs(shared_client, user, top_logprobs=most)) for most in (0, 1, 20)] == [0, 1, 2]
 
 
-def test_chat_stream_ends_with_usage_and_done(client):
-    whole = client.post(CHAT, json=CHAT_BODY).json()
-    streamed = client.post(CHAT, json=CHAT_BODY | {"stream": True, "stream_options": {"include_usage": True}})
+def test_chat_stream_ends_with_usage_and_done(shared_client):
+    whole = shared_client.post(CHAT, json=CHAT_BODY).json()
+    streamed = shared_client.post(
+        CHAT, json=CHAT_BODY | {"stream": True, "stream_options": {"include_usage": True}}
+    )
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert "X-I2CL-Digest" in streamed.headers
     *events, done = streamed.text.removesuffix("\n\n").split("\n\n")
@@ -146,15 +150,15 @@ def test_chat_stream_ends_with_usage_and_done(client):
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
 
 
-def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatch):
-    post = client.post
-    assert error_of(client.get("/nowhere")) == (404, "not_found")
-    assert error_of(client.get(CLASSIFY)) == (405, "method")
+def test_invalid_paths_methods_bodies_and_headers_are_refused(shared_client, monkeypatch):
+    post = shared_client.post
+    assert error_of(shared_client.get("/nowhere")) == (404, "not_found")
+    assert error_of(shared_client.get(CLASSIFY)) == (405, "method")
     for method in ("PUT", "PATCH", "TRACE"):
-        assert error_of(client.request(method, CLASSIFY, content=b"x")) == (405, "method")
+        assert error_of(shared_client.request(method, CLASSIFY, content=b"x")) == (405, "method")
     assert error_of(post("/healthz", content=b"x")) == (405, "method")
-    assert client.put("/v1/tasks", content=b"x").headers["Allow"] == "GET, POST"
-    assert error_of(client.get("/v1/jobs/none")) == (404, "unknown_job")
+    assert shared_client.put("/v1/tasks", content=b"x").headers["Allow"] == "GET, POST"
+    assert error_of(shared_client.get("/v1/jobs/none")) == (404, "unknown_job")
     assert error_of(post(CLASSIFY, content=b"{")) == (415, "content_type")
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         headers = {"Content-Type": kind}
@@ -165,9 +169,9 @@ def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatc
     assert error_of(post(CLASSIFY, content=b" " * 2**23, headers=headers)) == (413, "body_too_long")
     parts = (b" " * 2**20 for _ in range(9))
     assert error_of(post(CLASSIFY, content=parts, headers=headers)) == (413, "body_too_long")
-    assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
+    assert error_of(shared_client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
     assert post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Timeout": "0"}).status_code == 422
-    assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
+    assert error_of(shared_client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +181,10 @@ def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatc
         (CHAT, CHAT_BODY | {"n": 1.0, "any": 1}),  # JSON's 5.0 is a whole number
     ],
 )
-def test_classifying_routes_accept_a_timeout(client, monkeypatch, path, body):
+def test_classifying_routes_accept_a_timeout(shared_client, monkeypatch, path, body):
     asked = AsyncMock(return_value=None)
     monkeypatch.setattr(Service, "classify", asked)
-    client.post(path, json=body, headers={"X-Request-Timeout": "7"})
+    shared_client.post(path, json=body, headers={"X-Request-Timeout": "7"})
     assert asked.call_args.args[-1] == 7
 
 
@@ -311,9 +315,9 @@ def check_file(client, content, name="tickets.csv", **options):
     return client.post("/v1/tasks", json=body)
 
 
-def test_fits_without_a_template_use_the_default(client):
+def test_fits_without_a_template_use_the_default(shared_client):
     examples = [{"text": "a warm film", "label": "good"}, {"text": "dull", "label": "bad"}]
-    reply = client.post("/v1/tasks", json={"name": "new", "examples": examples, "check": True})
+    reply = shared_client.post("/v1/tasks", json={"name": "new", "examples": examples, "check": True})
     assert reply.status_code == 200, reply.text
 
 
@@ -326,14 +330,14 @@ def test_fits_without_a_template_use_the_default(client):
         ("a.jsonl", '{"ticket_text": "x", "category": "billing"}\n{"ticket_text": "y", "category": "bug"}\n'),
     ],
 )
-def test_fit_reads_a_file_with_its_own_columns(client, name, content):
-    reply = check_file(client, content, name)
+def test_fit_reads_a_file_with_its_own_columns(shared_client, name, content):
+    reply = check_file(shared_client, content, name)
     assert (reply.json()["labels"], reply.json()["rows"]) == (["billing", "bug"], 2)
 
 
-def test_fit_reads_rows_with_their_own_keys(client):
+def test_fit_reads_rows_with_their_own_keys(shared_client):
     rows = [{"ticket_text": "x", "category": "billing"}, {"ticket_text": "y", "category": "bug"}]
-    reply = client.post("/v1/tasks", json=FIT_BODY | OWN_COLUMNS | {"examples": rows, "test": rows})
+    reply = shared_client.post("/v1/tasks", json=FIT_BODY | OWN_COLUMNS | {"examples": rows, "test": rows})
     assert (reply.json()["rows"], reply.json()["test_rows"]) == (2, 2)
 
 
@@ -347,32 +351,32 @@ def test_fit_runs_on_a_file_with_its_own_columns(client, service):
     assert (job.status, job.events[-1]["labels"]) == ("done", ["billing", "bug"])
 
 
-def test_fit_errors_name_the_uploaded_file(client):
-    empty = check_file(client, TICKETS + ",bug\n").json()["error"]
+def test_fit_errors_name_the_uploaded_file(shared_client):
+    empty = check_file(shared_client, TICKETS + ",bug\n").json()["error"]
     assert empty["message"].startswith("tickets.csv row 4: the text is empty")
     test = {"name": "holdout.csv", "content": "ticket_text,category\nx,other\n"}
-    other = check_file(client, TICKETS, test=test, labels=["billing", "bug"]).json()["error"]
+    other = check_file(shared_client, TICKETS, test=test, labels=["billing", "bug"]).json()["error"]
     assert other["rows"] == [other["message"]]
     assert other["message"].startswith("holdout.csv row 2: label 'other' is not one of billing, bug")
 
 
-def test_fit_names_the_columns_that_a_file_has(client):
-    message = check_file(client, TICKETS, text_column="body").json()["error"]["message"]
+def test_fit_names_the_columns_that_a_file_has(shared_client):
+    message = check_file(shared_client, TICKETS, text_column="body").json()["error"]["message"]
     problem = "tickets.csv: no text column 'body', the columns are ticket_text, category"
     assert message.startswith(f"{problem}: ")
     assert "text_column" in message.removeprefix(problem)
     assert "--" not in message
 
 
-def test_errors_in_fit_rows_name_the_field_of_the_request(client):
+def test_errors_in_fit_rows_name_the_field_of_the_request(shared_client):
     rows = [{"text": "a", "label": "x"}, {"text": "", "label": "y"}]
-    message = client.post("/v1/tasks", json=FIT_BODY | {"examples": rows}).json()["error"]["message"]
+    message = shared_client.post("/v1/tasks", json=FIT_BODY | {"examples": rows}).json()["error"]["message"]
     assert message.startswith("examples item 2: the text is empty")
 
 
-def test_fit_refuses_a_file_of_an_unknown_format(client):
-    reply = check_file(client, TICKETS, "tickets.xyz")
+def test_fit_refuses_a_file_of_an_unknown_format(shared_client):
+    reply = check_file(shared_client, TICKETS, "tickets.xyz")
     assert error_of(reply) == (422, "bad_request")
     assert "set format to one of csv, tsv, jsonl, json" in reply.json()["error"]["message"]
     examples_json = {"name": "tickets.xyz", "content": TICKETS, "format": "csv"}
-    assert check_file(client, "", examples=examples_json).status_code == 200
+    assert check_file(shared_client, "", examples=examples_json).status_code == 200

@@ -42,10 +42,23 @@ def mounted_twice(app):
     return TestClient(outer, base_url=f"{HOST}/v1/tasks/y", raise_server_exceptions=False)
 
 
-@pytest.fixture(params=[plain, under_root_path, mounted, mounted_twice], ids=lambda make: make.__name__)
+WAYS = {"params": [plain, under_root_path, mounted, mounted_twice], "ids": lambda make: make.__name__}
+
+
+@pytest.fixture(**WAYS)
 def client(request, service):
     service.tasks.put("films", make_injection(service.decoder, 0))
     return request.param(make_app(service, ACCESS))
+
+
+@pytest.fixture(scope="module")
+def shared_app(shared_service):
+    return make_app(shared_service, ACCESS)
+
+
+@pytest.fixture(**WAYS)
+def shared_client(request, shared_app):
+    return request.param(shared_app)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +69,10 @@ def client(request, service):
         ("POST", "v1/tasks", {"Content-Type": "application/json"}),
     ],
 )
-def test_read_token_cannot_change_tasks(client, service, method, path, headers):
-    reply = client.request(method, path, content=b"{}", headers=bearer(READ) | headers)
+def test_read_token_cannot_change_tasks(shared_client, shared_service, method, path, headers):
+    reply = shared_client.request(method, path, content=b"{}", headers=bearer(READ) | headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "read_token")
-    assert [entry.name for entry in service.tasks.entries()] == ["films"]
+    assert [entry.name for entry in shared_service.tasks.entries()] == ["films"]
 
 
 def test_admin_token_can_delete_a_task(client, service):
@@ -67,20 +80,22 @@ def test_admin_token_can_delete_a_task(client, service):
     assert service.tasks.entries() == []
 
 
-def test_every_route_but_the_public_ones_needs_a_token(client):
+def test_every_route_but_the_public_ones_needs_a_token(shared_client):
     public = {"/health", "/healthz", "/readyz"}
-    described = client.get("openapi.json").json()["paths"]
+    described = shared_client.get("openapi.json").json()["paths"]
     assert described.keys() >= public
     for path, methods in described.items():
         for method in methods:
-            reply = client.request(method, path[1:].replace("{name}", "films").replace("{identity}", "job"))
+            reply = shared_client.request(
+                method, path[1:].replace("{name}", "films").replace("{identity}", "job")
+            )
             assert reply.status_code == (200 if path in public else 401), (method, path)
 
 
-def test_body_limit_applies(client):
+def test_body_limit_applies(shared_client):
     body = b'{"model": "films", "input": "' + b"a" * 9_000_000 + b'"}'
     headers = bearer(READ) | {"Content-Type": "application/json"}
-    reply = client.post("v1/classify", content=body, headers=headers)
+    reply = shared_client.post("v1/classify", content=body, headers=headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_long")
 
 
@@ -97,9 +112,11 @@ def test_unauthorized_body_is_not_read(service):
     assert sent[0]["status"] == 401
 
 
-def test_location_of_a_job_includes_the_prefix(client):
-    reply = client.post("v1/batches?model=films", content=b'{"input": "a"}', headers=bearer(READ) | LINES)
-    prefix = client.base_url.path.rstrip("/")
+def test_location_of_a_job_includes_the_prefix(shared_client):
+    reply = shared_client.post(
+        "v1/batches?model=films", content=b'{"input": "a"}', headers=bearer(READ) | LINES
+    )
+    prefix = shared_client.base_url.path.rstrip("/")
     assert reply.headers["Location"] == f"{prefix}/v1/jobs/{reply.json()['id']}"
 
 

@@ -1,15 +1,20 @@
 """The decision APIs: which task answers, probabilities, diagnostics and errors."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
 
 from fitting import random_injection
-from i2cl import Task, Template
+from i2cl import Decoder, Task, Template
+from i2cl.interfaces.server.service import Service
 from i2cl.models.scoring import LabelScorer
+from tiny import tiny_model, tiny_tokenizer
 
-from .conftest import TEXTS, error_of
+from .conftest import TEXTS, client_of, error_of
 
 TEXT = TEXTS[0]
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
@@ -23,23 +28,46 @@ TASKS = {
 }
 
 
-@pytest.fixture
-def injections(decoder):
+@pytest.fixture(scope="module")
+def injections():
     tasks = {
         name: Task(name, labels, Template(f"{name}: {{text}}\nLabel: {{label}}"))
         for name, labels in TASKS.items()
     }
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
     return {
         name: random_injection(decoder, task, seed, fields={"temperature": 2.0})
         for seed, (name, task) in enumerate(tasks.items())
     }
 
 
-@pytest.fixture
-def client(service, make_client, injections):
+@contextmanager
+def running(injections, folder):
+    """Run a service of the tasks."""
+    service = Service(Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama"), folder)
     for name, injection in injections.items():
         service.tasks.put(name, injection)
-    return make_client(service)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def service(injections, tmp_path_factory):
+    """The service of all tests that neither change its tasks nor count its requests."""
+    with running(injections, tmp_path_factory.mktemp("served") / "tasks") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    return client_of(service)
+
+
+@pytest.fixture
+def own_service(injections, tmp_path):
+    """A service for one test."""
+    with running(injections, tmp_path / "tasks") as service:
+        yield service
 
 
 @pytest.fixture
@@ -153,7 +181,8 @@ def test_score_is_the_expected_level(client, probabilities):
     assert systemone["score"] == pytest.approx(one / (one + three), abs=1e-5)
 
 
-def test_many_questions_run_in_one_batch(client):
+def test_many_questions_run_in_one_batch(own_service):
+    client = client_of(own_service)
     names = ["topics", "flags", "stars", "films"]
     assert decide(client, *(choice(*TASKS[name], name=name) for name in names)).status_code == 200
     metrics = client.get("/metrics").text
@@ -161,7 +190,8 @@ def test_many_questions_run_in_one_batch(client):
     assert "i2cl_batch_rows_sum 4.0" in metrics
 
 
-def test_questions_for_the_same_task_share_a_row(client):
+def test_questions_for_the_same_task_share_a_row(own_service):
+    client = client_of(own_service)
     decide(client, choice("world", "sports"), choice("world", "company"), model="topics")
     assert "i2cl_batch_rows_sum 1.0" in client.get("/metrics").text
 
@@ -208,10 +238,11 @@ def test_label_mass_is_that_of_the_library(client, service, injections):
     )
 
 
-def test_label_mass_is_null_for_word_level_scoring(client, service, decoder):
+def test_label_mass_is_null_for_word_level_scoring(own_service):
     task = Task("words", ("good film", "bad film"), Template("{text}\nLabel: {label}"))
-    service.tasks.put("words", random_injection(decoder, task, 1, fields={"scoring": "words"}))
-    reply = decide(client, choice(*task.labels, name="words"))
+    injection = random_injection(own_service.decoder, task, 1, fields={"scoring": "words"})
+    own_service.tasks.put("words", injection)
+    reply = decide(client_of(own_service), choice(*task.labels, name="words"))
     assert reply.json()["diagnostics"][0]["label_mass"] is None
 
 

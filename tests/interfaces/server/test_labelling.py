@@ -272,11 +272,11 @@ def test_labels_in_the_file_are_imported(client, service, task):
         ({"template": "no fields"}, 422, "bad_input", "{text}"),
     ],
 )
-def test_bad_projects_are_refused_in_one_line(client, change, status, code, words):
-    reply = create(client, ["a", "b"], **change)
+def test_bad_projects_are_refused_in_one_line(shared_client, change, status, code, words):
+    reply = create(shared_client, ["a", "b"], **change)
     assert error_of(reply) == (status, code)
     assert words in reply.json()["error"]["message"]
-    assert client.get(PROJECTS).json()["data"] == []
+    assert shared_client.get(PROJECTS).json()["data"] == []
 
 
 def test_a_project_of_the_same_name_or_unknown_project_is_refused(client):

@@ -19,22 +19,22 @@ from i2cl.interfaces.server.refusals import RefusalError
 from .test_app import CLASSIFY, CLASSIFY_BODY
 
 
-def test_request_id_is_returned_and_logged(client, caplog):
+def test_request_id_is_returned_and_logged(shared_client, caplog):
     with caplog.at_level(logging.INFO, "i2cl.server.access"):
-        reply = client.post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Id": "order-7.b"})
+        reply = shared_client.post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Id": "order-7.b"})
     assert reply.headers["X-Request-Id"] == "order-7.b"
     assert re.search(r'"POST /v1/classify" 200 [\d.]+ ms id=order-7\.b', caplog.text)
 
 
 @pytest.mark.parametrize("given", ["", "a b", "a\nb", "x" * 65, "ü", "id=1"])
-def test_unsafe_request_id_is_replaced(client, given):
-    reply = client.get("/healthz", headers={"X-Request-Id": given.encode()})
+def test_unsafe_request_id_is_replaced(shared_client, given):
+    reply = shared_client.get("/healthz", headers={"X-Request-Id": given.encode()})
     assert re.fullmatch("[0-9a-f]{16}", reply.headers["X-Request-Id"])
 
 
-def test_access_log_has_no_texts_and_no_line_breaks(client, caplog):
+def test_access_log_has_no_texts_and_no_line_breaks(shared_client, caplog):
     with caplog.at_level(logging.INFO, "i2cl.server.access"):
-        client.get("/v1/tasks/a%0Ab?text=secret")
+        shared_client.get("/v1/tasks/a%0Ab?text=secret")
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("access")]
     assert "GET /v1/tasks/a%0Ab" in line
     assert "secret" not in line

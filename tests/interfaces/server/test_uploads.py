@@ -162,18 +162,18 @@ TOLD_REFUSED = {
 
 
 @pytest.mark.parametrize("kind", [*TENSORS_REFUSED, *TOLD_REFUSED])
-def test_artefacts_with_invalid_values_are_refused(client, service, files, kind):
+def test_artefacts_with_invalid_values_are_refused(shared_client, shared_service, files, kind):
     def message(description):
         change = TOLD_REFUSED.get(kind, {})
         task = {**description["task"], **change.get("task", {})}
         description.update({**change, "task": task})
 
-    before = service.tasks.entries()
+    before = shared_service.tasks.entries()
     body = modified(files, TENSORS_REFUSED.get(kind), message)
-    reply = client.put("/v1/tasks/new", content=body, headers=TAR)
+    reply = shared_client.put("/v1/tasks/new", content=body, headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
-    assert service.tasks.entries() == before
-    assert client.put("/v1/tasks/new", content=tar(files), headers=TAR).status_code == 200
+    assert shared_service.tasks.entries() == before
+    assert shared_client.put("/v1/tasks/new", content=tar(files), headers=TAR).status_code == 200
 
 
 def test_overflowing_word_weights_are_refused(service, files):
