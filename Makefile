@@ -61,14 +61,15 @@ test-serve: $(READY)  ## `i2cl serve` as others see it: clients, a fuzzed descri
 	-timeout 120 $(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check 'openai>=3.57'  # later than LiteLLM asks for
 	-command -v chromium || command -v chromium-browser || command -v google-chrome || timeout 120 $(VENV)/bin/playwright install chromium
 	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt 'ray[data]'
-	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN) $(ON_RAY)
+	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(ON_RAY) $(SEEN)  # the longest test first
 
+test-real: export OPENBLAS_NUM_THREADS = 1
 test-real: $(REAL)  ## the tests that need that model
-	$(VENV)/bin/pytest tests/real
+	$(VENV)/bin/pytest -n 2 --dist worksteal tests/real
 
 test-wheel: $(READY)  ## the wheel, built and installed elsewhere
 	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt hatchling
-	$(VENV)/bin/pytest tests/test_wheel.py
+	$(VENV)/bin/pytest --noconftest tests/test_wheel.py  # without importing torch
 
 bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
 	$(VENV)/bin/python benchmarks/run.py -o results/bench.json
@@ -85,7 +86,7 @@ format: $(READY)  ## rewrite in the house format
 docs: $(DOCS)  ## the documentation site in site/, offline; a warning is an error
 	rm -rf site
 	$(VENV)/bin/sphinx-build -q -W --keep-going -b html -d site/.doctrees docs site
-	$(VENV)/bin/pytest tests/test_site.py
+	$(VENV)/bin/pytest --noconftest tests/test_site.py
 
 docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks) and docs/architectures.md, measured
 	test -d $(RESULTS) || $(VENV)/bin/i2cl experiment unpack docs/experiments/store $(RESULTS)
