@@ -509,25 +509,6 @@ def test_error_for_cells_in_apostrophes_names_the_quote_character(tmp_path):
     assert f"row 5: ';' expected after '\"': {hint}" in message
 
 
-@pytest.mark.parametrize("middle", ["", "second\n\n"])
-def test_text_in_apostrophes_that_spans_lines_is_an_error_from_its_first_line(tmp_path, middle):
-    rows = f"text,label\n'Hello, all\n{middle}I wrote, but heard nothing',bad\nfine,good\n"
-    path, last = write(tmp_path, "a.csv", rows), 5 if middle else 3
-    numbers = "2, 3 and 5" if middle else "2 and 3"
-    message = f"rows {numbers}: the cells are quoted with ', not with \": write the file again"
-    assert message in failure(path, labels=None)
-    with pytest.warns(ReadAsWarning, match=f"{2 + bool(middle)} of {last - bool(middle)} rows are skipped"):
-        (example,), _ = read_labelled(path, ("good",), skip=True)
-    assert example.text == "fine"
-
-
-def test_apostrophe_at_the_start_of_a_text_is_no_quote(tmp_path):
-    rows = "text,label\n'tis fun,good\n'tis the dogs' day,bad\na, b, c\n'twas fine,good\n"
-    assert "a.csv row 4: 3 cells but the header has 2: quote cells" in failure(write(tmp_path, "a.csv", rows))
-    path = write(tmp_path, "b.csv", rows.replace("a, b, c\n", ""))
-    assert [row.text for row in read_labelled(path)[0]] == ["'tis fun", "'tis the dogs' day", "'twas fine"]
-
-
 def test_apostrophes_in_texts_are_not_taken_for_quotes(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nit's one, and 'two',good\n'three',bad\n")
     assert "row 2: 3 cells but the header has 2: quote cells" in failure(path)

@@ -52,7 +52,6 @@ _APOSTROPHES_HINT = (
     '(pandas: read_csv with quotechar="\'", then to_csv)'
 )
 _REPEATED_HEADER = "the header is repeated: delete the row"
-_MAX_QUOTED_LINES = 100  # of a text in apostrophes
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*")
 _MIN_TEXT_WORDS = 4  # of a cell of the first line that looks like a text, not like the name of a column
 _MAX_PREVIEW_CHARACTERS = 60
@@ -235,7 +234,6 @@ def _csv_rows(
     header: list[str] = []
     number = 0
     uses_apostrophes = False
-    open_rows = _OpenApostrophe(delimiter)
     try:
         # strict: otherwise an unclosed quotation mark silently swallows the rest of the file
         records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
@@ -248,11 +246,9 @@ def _csv_rows(
                 positions = columns.positions(header, name)
             elif problem := _row_problem(cells, header, delimiter):
                 uses_apostrophes |= problem == _APOSTROPHES_HINT
-                yield from open_rows.add_error(RowError(problem, place), cells, len(header))
+                yield RowError(problem, place)
             else:
-                row = Row(place, tuple(cells[position] for position in positions))
-                yield from open_rows.add_row(row, cells)
-        yield from open_rows.take()
+                yield Row(place, tuple(cells[position] for position in positions))
     except csv.Error as error:
         problem, hint = str(error), "put the cell in quotation marks and double those inside it"
         if problem == "unexpected end of data":
@@ -268,7 +264,7 @@ def _row_problem(cells: Sequence[str], header: Sequence[str], delimiter: str) ->
         return _REPEATED_HEADER
     if len(cells) == len(header):
         return ""
-    if _count_cells_in_apostrophes(delimiter.join(cells), delimiter) == len(header):
+    if _is_quoted_with_apostrophes(cells, len(header), delimiter):
         return _APOSTROPHES_HINT
     hint = "quote cells that contain the delimiter" if len(cells) > len(header) else "complete the row"
     return f"{len(cells)} cells but the header has {len(header)}: {hint}"
@@ -285,56 +281,13 @@ def _repeats_header(cells: Sequence[str], header: Sequence[str]) -> bool:
     return all(name == column for name, column in zip(names, header, strict=True))
 
 
-def _count_cells_in_apostrophes(text: str, delimiter: str) -> int:
-    """Return the number of cells of a text if apostrophes quote them; 0 if it is not a single row then."""
-    lines = io.StringIO(text, newline="")
+def _is_quoted_with_apostrophes(cells: Sequence[str], columns: int, delimiter: str) -> bool:
+    """Return whether a row has the right number of cells if apostrophes quote them."""
+    line = delimiter.join(cells)
     try:
-        records = list(csv.reader(lines, delimiter=delimiter, quotechar="'", strict=True))
+        return len(next(csv.reader([line], delimiter=delimiter, quotechar="'", strict=True), ())) == columns
     except csv.Error:
-        return 0
-    return len(records[0]) if len(records) == 1 else 0
-
-
-class _OpenApostrophe:
-    """Delays rows in which an apostrophe opens a cell and none closes it, until the next row is read.
-
-    The first line of a text in apostrophes may have the right number of cells by accident. It is an error if
-    rows with a wrong number of cells follow and complete it.
-    """
-
-    def __init__(self, delimiter: str) -> None:
-        self.delimiter = delimiter
-        self.rows: list[Row | RowError] = []
-        self.text = ""
-
-    def take(self) -> list[Row | RowError]:
-        """Return the delayed rows, and delay them no longer."""
-        rows, self.rows = self.rows, []
-        return rows
-
-    def add_row(self, row: Row, cells: Sequence[str]) -> list[Row | RowError]:
-        """Return the rows that can be passed on after a row with the right number of cells."""
-        rows, self.text = self.take(), self.delimiter.join(cells)
-        if any(cell.startswith("'") for cell in cells) and self._is_open:
-            self.rows = [row]
-            return rows
-        return [*rows, row]
-
-    def add_error(self, error: RowError, cells: Sequence[str], columns: int) -> list[Row | RowError]:
-        """Return the rows and errors that can be passed on after a row that does not fit the header."""
-        if not self.rows:
-            return [error]
-        self.rows.append(error)
-        self.text += "\n" + self.delimiter.join(cells)
-        if _count_cells_in_apostrophes(self.text, self.delimiter) == columns:
-            return [RowError(_APOSTROPHES_HINT, row.place) for row in self.take()]
-        return [] if self._is_open and len(self.rows) < _MAX_QUOTED_LINES else self.take()
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether the text ends within a cell in apostrophes."""
-        counts = [_count_cells_in_apostrophes(self.text + end, self.delimiter) for end in ("", "'")]
-        return not counts[0] and counts[1] > 0
+        return False
 
 
 def _detect_delimiter(header: str, columns: Columns, default: str) -> str:
