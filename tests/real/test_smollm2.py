@@ -155,7 +155,7 @@ def test_order_of_labels_changes_no_answer_with_or_without_a_label_prior(decoder
     for order, injection in (([0, 1, 2, 3], tickets), (other, fit_tickets(decoder, other))):
         corrected = with_label_prior(injection, decoder, texts, shares[order].tolist())
         places = [order.index(label) for label in range(4)]
-        found += [one.log_probs(decoder, texts)[:, places] for one in (injection, corrected)]
+        found += [one.log_probs(decoder, texts[:12])[:, places] for one in (injection, corrected)]
     for first, second in zip(found[:2], found[2:], strict=True):
         assert torch.equal(first.argmax(-1), second.argmax(-1))
         torch.testing.assert_close(first.softmax(-1), second.softmax(-1), rtol=0, atol=0.02)
