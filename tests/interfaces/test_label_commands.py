@@ -3,11 +3,15 @@
 import csv
 import json
 import re
+import shlex
 
 import pytest
 
 from commands import jsonl, listed
+from i2cl import Task, Template
 from i2cl.interfaces.cli import console
+from i2cl.interfaces.cli.label import _prompt_of
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 PEOPLE, VERBS = ("cook", "baker", "singer", "nurse", "farmer", "waiter"), ("rested", "stood")
 TEXTS = [f"the {mood} {who} {did}" for mood in ("sad", "glad") for who in PEOPLE for did in VERBS]
@@ -56,13 +60,45 @@ def test_label_fit_suggest_again_and_review(folder, stdout, refused):
     assert "every text of texts.txt is labelled" in out
 
 
-def test_review_announces_its_time(folder, call, stdout, monkeypatch):
+def test_next_command_of_suggest_keeps_the_prompt_and_the_model_options(folder, stdout):
+    prompt = ("--template", "Note: {text}\\nMood: {label}", "--instruction", "Sort.", "--dtype", "float32")
+    out = stdout(*NEW, *prompt, "-o", "first.csv")
+    command = out.splitlines()[-1].removeprefix("Next: fill in the column label, then ")
+    words = ["i2cl", "fit", "reference", "first.csv", "--labels", "blue,red", *prompt, "-o", "TASK"]
+    assert shlex.split(command) == words
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (Template(DEFAULT_TEMPLATE), []),
+        (
+            Template("{text}\n= {label}").with_instruction("Sort."),
+            ["--template", "{text}\\n= {label}", "--instruction", "Sort."],
+        ),
+        (
+            Template("[{text}]{label}", "<end>", "Sort."),
+            ["--chat", "--instruction", "Sort."],
+        ),
+    ],
+)
+def test_next_command_of_suggest_has_the_prompt_of_a_fitted_task(template, options):
+    task = Task("mood", ("blue", "red"), template)
+    command = "i2cl fit reference rows.csv --chat --instruction Sort. --shots 2"
+    assert _prompt_of(task, command) == options
+
+
+def test_review_announces_its_time_and_shows_that_it_scores_rows(folder, call, stdout, monkeypatch):
     monkeypatch.setattr(console, "SHORT_S", 0.0)
     rows = [{"text": text, "label": "red" if "glad" in text else "blue"} for text in TEXTS]
     jsonl(folder / "labelled.jsonl", rows)
     stdout("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0, "--set", "steps=1")
+    stages = []
+    monkeypatch.setattr(console.Bar, "advance_stage", lambda _, *stage: stages.append(stage))
     code, _, err = call("review", "mood", "labelled.jsonl", "--folds", 2)
     assert code == 0
+    assert {stage[:2] for stage in stages} == {("scoring rows", len(rows))}
+    assert sum(amount for *_, amount in stages) == len(rows)
     assert re.fullmatch(r"expected time: about \d+ s\n", err)
 
 

@@ -73,6 +73,7 @@ def review(
     folds: int = FOLDS,
     seed: int = 0,
     progress: Progress | None = None,
+    scored: Progress | None = None,
     device: str | None = None,
 ) -> list[LabelIssue]:
     """List the rows whose label is probably wrong, worst first. No row is changed.
@@ -93,6 +94,7 @@ def review(
         folds: maximum number of folds.
         seed: seed of the folds and of the refits.
         progress: called with 1 after each refit; without the LLM, as texts are embedded.
+        scored: with the LLM, called as the refits score the rows.
         device: device of the sentence encoder if ``decoder`` is None. Default: an accelerator if there is
             one.
 
@@ -111,7 +113,7 @@ def review(
         log_probs = text_expert_log_probs(text_experts, rows, folds, seed, place, progress)
     elif log_probs is None:
         assert decoder is not None  # noqa: S101 - checked above
-        log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress)
+        log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress, scored)
     labels = np.array([row.label for row in rows])
     probabilities = np.exp(log_softmax(log_probs.numpy()))
     margins = label_margins(probabilities, labels)
@@ -131,6 +133,7 @@ def out_of_fold_log_probs(
     folds: int = FOLDS,
     seed: int = 0,
     progress: Progress | None = None,
+    scored: Progress | None = None,
 ) -> Float[Tensor, "rows labels"]:
     """Return each row's calibrated label log-probabilities by a fit that has not seen it; see `review`.
 
@@ -152,7 +155,7 @@ def out_of_fold_log_probs(
 
         return _Refits(refit, examples, method.temperature_prior)
 
-    return _cross_validated_log_probs(task, rows, make_refits, folds, seed)
+    return _cross_validated_log_probs(task, rows, make_refits, folds, seed, scored)
 
 
 def text_expert_log_probs(
@@ -241,7 +244,12 @@ class _TextPredictor:
 
 
 def _cross_validated_log_probs(
-    task: Task, rows: Examples, make_refits: Callable[[Task, Examples], _Refits], folds: int, seed: int
+    task: Task,
+    rows: Examples,
+    make_refits: Callable[[Task, Examples], _Refits],
+    folds: int,
+    seed: int,
+    scored: Progress | None = None,
 ) -> Float[Tensor, "rows labels"]:
     """Cross-validate a method on the labels with two texts or more; see `out_of_fold_log_probs`.
 
@@ -255,13 +263,13 @@ def _cross_validated_log_probs(
     relabelled = [replace(row, label=reviewed.index(row.label)) for row in rows if row.label in reviewed]
     refits = make_refits(reviewed_task, relabelled)
     predictor = cross_validate(reviewed_task, refits.examples, refits.refit, folds, seed, rows=relabelled)
-    scored = [at for at, row in enumerate(rows) if row.label in reviewed and row.text in predictor.fold_of]
-    scores = predictor.log_probs([rows[at].text for at in scored])
-    labels = np.array([reviewed.index(rows[at].label) for at in scored])
+    known = [at for at, row in enumerate(rows) if row.label in reviewed and row.text in predictor.fold_of]
+    scores = predictor.log_probs([rows[at].text for at in known], scored)
+    labels = np.array([reviewed.index(rows[at].label) for at in known])
     temperature = likely_temperature(scores.numpy(), labels, *refits.temperature_prior)
     log_probs = torch.full((len(rows), len(task.labels)), -torch.inf)
     log_probs[range(len(rows)), [row.label for row in rows]] = 0.0
-    log_probs[np.ix_(scored, reviewed)] = (scores / temperature).log_softmax(-1)
+    log_probs[np.ix_(known, reviewed)] = (scores / temperature).log_softmax(-1)
     return log_probs
 
 

@@ -214,6 +214,12 @@ class Bar:
         self._shown.reset(self._task, total=total)
         self.describe(what)
 
+    def advance_stage(self, what: str, total: float, amount: float) -> None:
+        """Advance within a stage of the work, which begins with the first call."""
+        if self.what != what:
+            self.restart(total, what)
+        self.advance(amount)
+
     def epoch(self, step: int, steps: int, loss: float) -> None:
         """Show a step of a fit, and the time left if later steps take as long as those so far."""
         self._shown.update(self._task, completed=step, total=steps)

@@ -5,6 +5,7 @@ import shlex
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -115,10 +116,43 @@ def suggest(
     console.say(f"Saved {output}: {number} to label{after}, chosen from {count:,}.")
     if unused:
         console.say(f"No text has the label {name_labels(unused)} yet: label one, or fit without it.")
-    model = source if injection is None else injection.base.name
-    label_option = [] if labels is None else ["--labels", ",".join(task.labels)]
-    command = shlex.join(["i2cl", "fit", model, str(output), *label_option])
+    if injection is None:
+        words = [source, str(output), "--labels", ",".join(task.labels), *_prompt_options(rows)]
+    else:
+        words = [places.model or injection.base.name, str(output), *_prompt_of(task, injection.command)]
+    command = shlex.join(["i2cl", "fit", *words, *_model_options(loading)])
     console.say(f"Next: fill in the column label, then {command} -o TASK")
+
+
+def _prompt_options(rows: TaskOptions) -> list[str]:
+    """Return the given options of the prompt, for `fit`."""
+    words = [] if rows.template is None else ["--template", _on_one_line(rows.template)]
+    words += ["--chat"] if rows.chat else []
+    return words if rows.instruction is None else [*words, "--instruction", rows.instruction]
+
+
+def _prompt_of(task: "Task", command: str) -> list[str]:
+    """Return the options with which `fit` uses the prompt of a task that a command has fitted.
+
+    A chat template does not show where the instruction is, but the command does.
+    """
+    template, words = task.template, shlex.split(command)
+    if template.separator == "\n":
+        words = [] if template.format == DEFAULT_TEMPLATE else ["--template", _on_one_line(template.format)]
+        return [*words, "--instruction", template.opening.removesuffix("\n")] if template.opening else words
+    start = words.index("--instruction") if "--instruction" in words else len(words)
+    return ["--chat", *words[start : start + 2]]
+
+
+def _on_one_line(template: str) -> str:
+    return template.replace("\n", "\\n")  # as `fit` reads it
+
+
+def _model_options(loading: ModelOptions) -> list[str]:
+    """Return the given options of loading a model, for `fit`."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(loading).items() if value}
+    words = [[option] if value is True else [option, str(value)] for option, value in given.items()]
+    return list(chain.from_iterable(words))
 
 
 def _write_suggestions(
@@ -187,6 +221,7 @@ def review(
             folds=folds,
             seed=seed,
             progress=bar.advance,
+            scored=partial(bar.advance_stage, "scoring rows", len(examples)),
             device=loading.device,
         )
     if json:
