@@ -91,6 +91,10 @@ WRONG = {  # `CASES` has mistakes that are found without PyTorch
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
     "unknown option": ([*FIT, "--set", "epoch=3"], "no chosen method has the option"),
     "value out of range": ([*FIT, "--set", "epochs=-1"], "epochs='-1'"),
+    "experts given twice": (
+        [*FIT, "--experts", "llm", "--set", "experts=tfidf"],
+        "--experts and --set experts give the same option",
+    ),
     "unknown layer": ([*FIT, "--set", "layers=9"], "0 to 1"),
     "a seed beyond 32 bits": ([*FIT, "--seed", str(2**32)], "--seed"),
     "no memory": (["fit", "reference", SEEN, "--memory", "1e-9", *OWN], "raise the limit (--memory)"),
@@ -332,6 +336,10 @@ CASES = {
     "fit: bad dtype": (f"{EARLY_FIT} --dtype int3", "'--dtype': 'int3' is not one of"),
     "fit: bad device map": (f"{EARLY_FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{EARLY_FIT} --set epochs", "is not NAME=VALUE"),
+    "fit: method option given twice": (
+        f"{EARLY_FIT} --set epochs=1 --set epochs=2",
+        "--set epochs is given twice",
+    ),
     "fit: bad folds": (f"{EARLY_FIT} --folds 1", "give 2 or more"),
     "fit: bad target accuracy": (
         f"{EARLY_FIT} --target-accuracy 3",

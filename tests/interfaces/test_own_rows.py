@@ -133,9 +133,10 @@ def test_class_weights_without_effect_are_reported(call, model, tmp_path):
     assert "--class-weight balanced changes nothing: the classes have equally many" in err
 
 
-def test_invalid_class_weights_are_rejected(refused, model, tmp_path):
+@pytest.mark.parametrize("weights", ["even", ""])
+def test_invalid_class_weights_are_rejected(refused, model, tmp_path, weights):
     path = write(tmp_path / "mine.csv", ROWS)
-    message = refused("fit", model, path, "-o", tmp_path / "new", "--class-weight", "even")
+    message = refused("fit", model, path, "-o", tmp_path / "new", "--class-weight", weights)
     assert "give 'balanced', or a number for each label" in message
 
 

@@ -24,6 +24,8 @@ def _parse(value: Any) -> Any:
     if value is None or value == "balanced":
         return value
     try:
+        if value == "":
+            raise ValueError  # noqa: TRY301 - dict("") would be empty
         weights = {str(label): float(weight) for label, weight in dict(value).items()}
     except (TypeError, ValueError):
         raise ValueError("give 'balanced', or a number for each label, such as bad=5,good=1") from None

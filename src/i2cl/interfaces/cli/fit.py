@@ -591,6 +591,9 @@ def _method_of(method_options: MethodOptions) -> "tuple[Injector, EnsembleConfig
     for name in ("memory", "class_weight", "experts"):  # options that are also settings
         value = getattr(method_options, name)
         if value is not None:
+            if name in settings:
+                option = f"--{name.replace('_', '-')}"
+                raise I2CLError(f"{option} and --set {name} give the same option: leave one of them out")
             settings[name] = str(value)
     ensemble, options = EnsembleConfig.take_from(settings)
     ensemble.members()  # raises if an encoder is missing

@@ -216,11 +216,16 @@ def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
 
 
 def parse_pairs(values: Sequence[str] | None, option: str, form: str, example: str) -> dict[str, str]:
-    """Parse the values of a repeatable option, each with an equals sign. Raises I2CLError without one."""
+    """Parse the values of a repeatable option. Raises I2CLError without an equals sign, or on a name given
+    twice.
+    """
     pairs: dict[str, str] = {}
     for text in values or []:
         name, equals, value = text.partition("=")
         if not equals:
             raise I2CLError(f"{option} {text!r} is not {form}: write it like {option} {example}")
-        pairs[name.strip()] = value.strip()
+        name = name.strip()
+        if name in pairs:
+            raise I2CLError(f"{option} {name} is given twice: leave one of them out")
+        pairs[name] = value.strip()
     return pairs
