@@ -157,7 +157,7 @@ def test_fit_refuses_methods_that_it_cannot_compare_with(refused, home, tmp_path
         (["--shots", "8", "--folds", "0"], "no labelled rows remain to score: fit with fewer --shots"),
         (
             ["--shots", "1"],
-            "a refit would not know the label 'negative', 'positive': give two texts per label",
+            "a refit would not know the label 'negative' or 'positive': give two texts per label",
         ),
     ],
 )

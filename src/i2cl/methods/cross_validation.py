@@ -11,6 +11,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, LabelScores, Predictor
 from i2cl.models.scoring import Progress, stack_rows
 from i2cl.tasks import Example, Task
+from i2cl.tasks.labels import name_labels
 
 FOLDS = 3  # default number of folds
 
@@ -93,10 +94,8 @@ def fold_rows(
 
 
 def _missing_labels_error(labels: Iterable[str]) -> I2CLError:
-    names = [repr(label) for label in labels]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return I2CLError(
-        f"a refit would not know the label {', '.join(names[:3])}{more}: give two texts per label"
+        f"a refit would not know the label {name_labels(list(labels))}: give two texts per label"
     )
 
 
