@@ -248,6 +248,17 @@ def test_update_reports_that_a_label_prior_is_left_out(call, home, tmp_path, no_
     )
 
 
+def test_update_reports_that_a_confidence_threshold_is_left_out(call, home, tmp_path, no_forward):
+    stored = Injection.from_pretrained(home / "task")
+    selection = {"target": 0.9, "threshold": 0.7, "coverage": 0.5, "accuracy": 1.0, "rows": 40}
+    evaluation = stored.evaluation | {"selection": selection}
+    stored.with_report(evaluation=evaluation).save_pretrained(tmp_path / "task")
+    code, _, err = call("update", tmp_path / "task", "--remove", "login", "--evaluate", "0")
+    assert code == 0
+    assert "the confidence threshold is left out, because an update holds out no rows" in err
+    assert "--target-accuracy 0.9" in err
+
+
 def test_update_keeps_the_options_of_the_text_experts(call, home, tmp_path, words_encoder, no_forward):
     options = ["--experts", "embeddings", "--set", "encoder=words", "--set", "embeddings_c=0.5"]
     quick = ["--evaluate", "0", "-o"]

@@ -87,6 +87,10 @@ def update(
     if LABEL_PRIOR in injection.settings:
         hint = "fit again with --unlabelled to estimate one"
         console.note(f"the label prior is left out, because its unlabelled texts are not stored: {hint}")
+    selection = injection.evaluation.get("selection", {})
+    if selection.get("threshold") is not None:
+        hint = f"fit again from all rows with --target-accuracy {selection['target']:g} to find one"
+        console.note(f"the confidence threshold is left out, because an update holds out no rows: {hint}")
     decoder = load.artefact_decoder(injection, places.model, load.with_default_dtype(loading))
     injection.require_base(decoder)
     all_rows = Draw(task.train, len(task.train), len(task.train))
