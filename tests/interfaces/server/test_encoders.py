@@ -5,7 +5,9 @@ from importlib.util import find_spec
 import pytest
 
 from fitting import raises
+from i2cl import encoders
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
+from i2cl.interfaces.server.fits import SharedDecoder
 from plugin import WordsEncoder
 from processes import until
 
@@ -51,6 +53,27 @@ def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, wor
     expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
         assert actual == pytest.approx(wanted, abs=1e-5)
+
+
+def test_requests_run_while_a_fit_embeds_its_texts(
+    open_service, make_client, task, words_encoder, monkeypatch
+):
+    pauses, pause = [], SharedDecoder.pause
+
+    def pause_and_count(decoder):
+        pauses.append(decoder.job.events[-1]["event"])
+        pause(decoder)
+
+    monkeypatch.setattr(SharedDecoder, "pause", pause_and_count)
+    monkeypatch.setattr(encoders, "PROGRESS_TEXTS", 1)
+    service = open_service(encoders=["words"])
+    client = make_client(service)
+    body = fit_body(task, experts=["embeddings"], evaluate=0)
+    job = client.post("/v1/tasks", json=body).json()
+    until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
+    (embedding,) = [one for one in service.jobs.get(job["id"]).events if one["event"] == "embedding"]
+    assert embedding["texts"] == 2 * len(task.labels)
+    assert pauses.count("embedding") == embedding["texts"]
 
 
 def test_tasks_with_an_encoder_that_is_not_enabled_are_refused(

@@ -231,6 +231,15 @@ class _JobObserver(FitObserver):
             self._last_step = time.monotonic()
             self._job.publish_progress("step", step=done, steps=total, loss=loss)
 
+    def stage(self, what: str, texts: int) -> None:  # noqa: ARG002 - a server only embeds texts
+        self._job.publish_progress("embedding", texts=texts)
+
+    def embedded(self, texts: float) -> None:  # noqa: ARG002
+        self._decoder.pause()
+
+    def scored(self, rows: float) -> None:  # noqa: ARG002
+        self._decoder.pause()
+
     def fitted(self, injection: Injection, seconds: float) -> None:
         loss = injection.history[-1] if injection.history else None
         self._job.publish_progress("fitted", seconds=seconds, loss=loss)

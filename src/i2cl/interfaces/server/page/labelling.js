@@ -376,6 +376,7 @@ async function watchFit(name, id) {
       if (["started", "resumed"].includes(event.event)) show("served", `Fitting ${labels}`);
       if (event.event === "drawn") show("served", `Fitting ${labels}${event.seconds ? ` (about ${duration(event.seconds)})` : ""}`);
       if (event.event === "step") show("served", `Fitting ${labels}: step ${event.step} of at most ${event.steps}`);
+      if (event.event === "embedding") show("served", `Fitting ${labels}: embedding ${plural(event.texts, "text")}`);
       if (event.event === "scoring") show("served", `Evaluating: ${event.method.replaceAll("_", " ")}`);
       if (event.event === "cancelled") show("served", "Cancelled");
       if (event.event === "failed") show("served", event.error.message, true);

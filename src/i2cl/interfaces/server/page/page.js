@@ -171,6 +171,11 @@ async function watch(id) {
       showLoss(losses);
       if (event.step) startClock((event.at - began) / event.step * (event.steps - event.step));
     }
+    if (event.event === "embedding") {
+      $("steps").hidden = true;
+      show("state", `Embedding ${event.texts} texts`);
+      startClock(null);
+    }
     if (event.event === "scoring") {
       $("steps").hidden = true;
       show("state", `Evaluating: ${METHODS[event.method] ?? "this task"}`);
