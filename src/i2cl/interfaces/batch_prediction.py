@@ -268,18 +268,17 @@ def _is_text_table(head: bytes) -> bool:
     with suppress(ValueError, RecursionError):
         row = json.loads(text.partition("\n")[0])
         return isinstance(row, dict) and "probabilities" in row and not LABEL_COLUMNS.isdisjoint(row)
-    for delimiter, quoting in (("\t", csv.QUOTE_NONE), (",", csv.QUOTE_MINIMAL)):
-        with suppress(csv.Error):
-            reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting)
-            if _is_table(list(islice(reader, 2))):
-                return True
+    if _is_table([line.split("\t") for line in text.split("\n")[:2] if line]):
+        return True
+    with suppress(csv.Error):
+        return _is_table(list(islice(csv.reader(io.StringIO(text, newline="")), 2)))
     return False
 
 
 def _is_table(records: list[list[str]]) -> bool:
     """Return whether a header, and the row after it if there is one, have a label and probabilities."""
-    header, *rows = records
-    first_row = rows[0] if rows else []
+    header = records[0] if records else []
+    first_row = records[1] if len(records) > 1 else []
     return any(
         len(header) > column + 2 and all(map(_is_probability, first_row[column + 1 :]))
         for column, name in enumerate(header)
