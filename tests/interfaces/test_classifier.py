@@ -279,6 +279,7 @@ def wrong(x=None, y=None, **parameters):
         ({"class_weight": "even"}, "class_weight is 'even': pass 'balanced' or a dict"),
         ({"class_weight": {"rouge": 2}}, "class_weight has a weight for 'rouge', which is not a class"),
         ({"class_weight": {"red": -1}}, "option class_weight=.*weights are finite and above 0"),
+        ({"experts": ["llm"], "settings": {"experts": "tfidf"}}, "experts is given twice: leave it out"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
         ({"method": "anchored", "recipe": "fast", "settings": None}, "takes no recipe: leave it out"),
         ({"method": "icv"}, "unknown method 'icv': choose one of anchored, i2cl"),

@@ -11,6 +11,7 @@ from rich.console import Console
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from commands import run
+from fitting import raises
 from i2cl import (
     Decoder,
     Example,
@@ -28,6 +29,7 @@ from i2cl.export import export_classifier, verify
 from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.interfaces.cli import console
 from i2cl.interfaces.cli.fit import _show_evaluation
+from i2cl.interfaces.sklearn.inputs import as_indicators, label_names
 from i2cl.tasks import load_task
 from tiny import tiny_folder
 
@@ -214,6 +216,17 @@ def test_estimator_takes_indicators(model):
     assert 0 <= estimator.score(TEXTS, table) <= 1
     with pytest.raises(I2CLError, match="MultiLabelBinarizer"):
         estimator.fit(TEXTS, LISTS)
+
+
+def test_indicators_may_have_columns_of_several_types():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"a": [True, False], "b": [0, 1]})
+    assert as_indicators(frame, 2).tolist() == [[True, False], [False, True]]
+    raises("not only zeros and ones", as_indicators, frame.assign(b=["x", "y"]), 2)
+
+
+def test_label_words_of_columns_are_not_the_characters_of_a_string():
+    raises("y has 2 columns and no word for each", label_names, np.eye(2), 2, "ab")
 
 
 @pytest.mark.parametrize(

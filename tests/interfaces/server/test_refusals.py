@@ -95,6 +95,7 @@ def second_row(text, label="y"):
         ({"name": "tiny-llama"}, "name of the base model"),
         ({"settings": {"none": 1}}, "no chosen method has the option"),
         ({"method": "anchored", "recipe": "fast"}, "leave it out, or choose the method i2cl"),
+        ({"experts": ["llm"], "settings": {"experts": "tfidf"}}, "experts is given twice"),
         ({"method": "svm"}, "method"),
         ({"chat": True}, "no chat template"),
         ({"more": 1}, "more"),

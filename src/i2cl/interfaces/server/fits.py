@@ -259,7 +259,12 @@ def _without_timings(injection: Injection) -> Injection:
 
 def _method(request: FitJob, tasks: TaskStore) -> tuple[Injector, EnsembleConfig]:
     """Return method and experts. Raises I2CLError on unknown options, or an encoder that is not enabled."""
-    ensemble, settings = EnsembleConfig.take_from(request.settings | {"experts": request.experts})
+    options: dict[str, Any] = dict(request.settings)
+    if request.experts is not None:
+        if "experts" in options:
+            raise I2CLError("experts is given twice: leave it out of settings")
+        options["experts"] = request.experts
+    ensemble, settings = EnsembleConfig.take_from(options)
     if ensemble.encoder is not None:
         tasks.require_encoder(ensemble.encoder)
     elif tasks.encoders:

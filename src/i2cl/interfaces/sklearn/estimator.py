@@ -169,7 +169,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             words = label_names(y, indicators.shape[1], self.labels)
             rows = as_multi_label_examples(texts, indicators, sample_weight)
             classes = np.array(words)
-        options = self._options(classes, words) | {"experts": self.experts}
+        options = self._options(classes, words)
         ensemble, options = EnsembleConfig.take_from(options)
         ensemble.members()  # raises if an encoder is missing
         method = make_injector(self.method, options, self.recipe)
@@ -339,8 +339,12 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return log_probs if injection.task.multi_label else log_probs[:, np.argsort(stored)]
 
     def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options of the method, with class weights by label word."""
+        """Return the options of the method and of the experts, with class weights by label word."""
         options, weights = dict(self.settings or {}), self.class_weight
+        if self.experts is not None:
+            if "experts" in options:
+                raise I2CLError("experts is given twice: leave it out of settings")
+            options["experts"] = self.experts
         if weights is None:
             return options
         if "class_weight" in options:

@@ -1,6 +1,7 @@
 """Validation of X, y, sample_weight and label words, in the containers that scikit-learn's users pass."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,9 @@ def as_indicators(y: Any, rows: int) -> Bool[np.ndarray, "rows labels"] | None:
     if getattr(table, "ndim", 1) != 2 or table.shape[1] < 2:
         return None
     values = np.asarray(table)
+    if values.dtype == object:  # such as a data frame with columns of booleans and of integers
+        with suppress(TypeError, ValueError):
+            values = values.astype(float)
     if values.dtype.kind not in "biuf" or not np.isin(values, (0, 1)).all():
         raise I2CLError("y has two dimensions but not only zeros and ones: pass an indicator matrix")
     if len(values) != rows:
@@ -129,7 +133,7 @@ def label_names(y: Any, count: int, labels: Mapping[Any, str] | Sequence[str] | 
     if isinstance(labels, Mapping):
         words = [labels.get(column) for column in columns]
     elif labels is not None:
-        words = list(labels)
+        words = [] if isinstance(labels, str) else list(labels)
     else:
         words = columns
     if len(words) != len(columns) or not all(isinstance(word, str) for word in words):
