@@ -143,15 +143,6 @@ def test_fit_predict_and_export_take_a_file(file, tmp_path, call, stdout):
     assert {tensor.name for tensor in gguf.GGUFReader(out).tensors} >= {"blk.0.attn_output.bias"}
 
 
-def test_conversion_reads_the_file_once(file, monkeypatch):
-    reader, name_map = Mock(wraps=gguf.GGUFReader), Mock(wraps=gguf.get_tensor_name_map)
-    monkeypatch.setattr(gguf, "GGUFReader", reader)
-    monkeypatch.setattr(gguf, "get_tensor_name_map", name_map)
-    loading._convert_gguf(file, torch.float32)
-    assert (reader.call_count, name_map.call_count) == (1, 1)
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, name_map)
-
-
 # The cache of conversions
 
 
