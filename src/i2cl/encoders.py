@@ -10,13 +10,12 @@ import json
 import pickle
 import struct
 import threading
-import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +54,6 @@ POOLED_SETTINGS = {
     "module_output_name": "token_embeddings",
 }
 EMBEDDING = "sentence_embedding"
-Vector = Float[np.ndarray, " d"]
 Pooling = Literal["mean", "cls"]
 POOLING_MODES: dict[str, Pooling] = {
     "mean": "mean",
@@ -97,47 +95,6 @@ def embed(
     encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
     parts = list(map_batches(encode, list(texts), PROGRESS_TEXTS, progress))
     return np.concatenate(parts) if parts else np.empty((0, 0))
-
-
-class SharedEmbeddings:
-    """Embeddings of texts that several fits share, such as those of a cross-validation.
-
-    Args:
-        encoder: name of the encoder.
-        texts: the texts; each distinct one is embedded once, when the first fit needs them.
-        device: device of the encoder.
-        progress: called as texts are embedded.
-        for_queries: whether the fits also score these texts with them; False where the time per query is
-            measured.
-
-    Attributes:
-        seconds: duration of the embedding; 0 before.
-    """
-
-    def __init__(
-        self,
-        encoder: str,
-        texts: Iterable[str],
-        device: str,
-        progress: Progress | None = None,
-        *,
-        for_queries: bool = True,
-    ) -> None:
-        self.encoder, self.device, self.for_queries, self.seconds = encoder, device, for_queries, 0.0
-        self._texts, self._progress = list(dict.fromkeys(texts)), progress
-
-    @cached_property
-    def by_text(self) -> dict[str, Vector]:
-        """The embedding of each text. Raises I2CLError as `embed` and `load_encoder`."""
-        started = time.perf_counter()
-        vectors = embed(frozen_encoder(self.encoder, self.device), self._texts, self._progress)
-        self.seconds = time.perf_counter() - started
-        return dict(zip(self._texts, vectors, strict=True))
-
-
-def look_up(vectors: Mapping[str, Vector], texts: Sequence[str]) -> Float[np.ndarray, "texts d"]:
-    """Return the embeddings of at least one text. Raises KeyError for an unknown text."""
-    return np.stack([vectors[text] for text in texts])
 
 
 def local_encoder() -> str | None:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from i2cl.core.injection import LABEL_PRIOR
 from i2cl.errors import I2CLError
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble, plain_injection
 from i2cl.interfaces.cli import console
-from plugin import WordsEncoder
 from tiny import tiny_folder
 
 WORDS = ("refund", "delivery", "login")
@@ -308,30 +306,6 @@ def test_terminal_shows_the_progress_of_the_sentence_encoder(
     assert advanced == [25, 25, 10]
 
 
-@pytest.mark.parametrize("options", [[], ["--label-separator", ";"]])
-def test_refits_of_a_cross_validation_share_embeddings(
-    call, home, tmp_path, words_encoder, monkeypatch, options
-):
-    rows = ROWS[::5] + [
-        (f"{text} {number}", f"{word};refund") for number, (text, word) in enumerate(ROWS[:6])
-    ]
-    rows = rows if options else rows[: len(ROWS[::5])]
-    path = write_csv(tmp_path / "rows.csv", ["text", "label"], rows)
-    embedded, encode = Counter(), WordsEncoder.encode
-
-    def encode_and_count(encoder, texts, **more):
-        embedded.update(texts)
-        return encode(encoder, texts, **more)
-
-    monkeypatch.setattr(WordsEncoder, "encode", encode_and_count)
-    words = ["--experts", "embeddings", "--set", "encoder=words", "--shots", "all", *options]
-    code, _, err = call("fit", home / "model", path, *words, "-o", tmp_path / "task")
-    assert code == 0, err
-    assert "3-fold cross-validation" in err
-    counts = {embedded[text] for text, _ in rows}
-    assert counts == {3}, "for the fit, for the refits, and to time the scoring"
-
-
 @pytest.mark.parametrize("form", ["classifier", "causal-lm", "peft"])
 def test_exports_are_refused_before_the_model_loads(refused, home, tmp_path, no_model, form):
     line = refused("export", home / "task", tmp_path / "export", "--to", form)
@@ -455,8 +429,7 @@ def test_multi_label_task_without_the_llm(call, home, tmp_path, no_forward):
     assert injection.evaluation["outcome"] == "better"
     assert injection.predict(None, ["money back please and parcel is late"]) == [("delivery", "refund")]
     gold = MultiLabelBinarizer().fit_transform([set(filter(None, word.split(";"))) for _, word in rows])
-    settings = {"experts": ["tfidf"]}
-    estimator = I2CLClassifier(str(home / "model"), settings=settings, labels=sorted(WORDS), device="cpu")
+    estimator = I2CLClassifier(str(home / "model"), experts=["tfidf"], labels=sorted(WORDS), device="cpu")
     estimator.fit([text for text, _ in rows], gold)
     assert estimator.predict(["parcel is late"]).tolist() == [[1, 0, 0]]
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from fitting import decoder_of, fit, raises
-from i2cl import Example, Task, Template, encoders, make_methods
+from i2cl import Example, Task, Template, make_methods
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.cross_validation import (
     FOLDS,
@@ -22,7 +21,6 @@ from i2cl.methods.cross_validation import (
 )
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.prompting import PromptPredictor
-from plugin import WordsEncoder
 
 
 def rows(*labels):
@@ -91,30 +89,6 @@ def test_wrappers_are_fitted_on_labels_with_two_texts(decoder, task, name):
         assert isinstance(typical, PromptPredictor)
         assert fitted.temperature != 1
     assert fitted.log_probs(["a text"]).shape == (1, 3)
-
-
-@pytest.mark.parametrize("name", ["ensemble", "sentence_embeddings"])
-def test_each_text_is_embedded_once(decoder, task, words_encoder, monkeypatch, name):
-    texts, encode = [], WordsEncoder.encode
-
-    def encode_and_count(encoder, some, **options):
-        texts.extend(some)
-        return encode(encoder, some, **options)
-
-    rows = task.sample(3, 0)
-    options = {"encoder": "words", "embeddings_c": 10.0}
-    if name == "ensemble":
-        (method,) = make_methods(["char_tfidf+ensemble"], options)
-    else:
-        (method,) = make_methods([name], options)
-        method = method.sharing(rows, decoder)
-    monkeypatch.setattr(WordsEncoder, "encode", encode_and_count)
-    if name == "ensemble":
-        method.fit(decoder, task, rows, 0)
-    else:
-        cross_validate(task, rows, partial(method.fit, decoder, task, seed=0)).log_probs([rows[0].text])
-    texts = [text for text in texts if text != encoders.PROBE]
-    assert sorted(texts) == sorted({row.text for row in rows})
 
 
 def test_duplicates_share_a_fold_and_the_seed_shuffles_texts():

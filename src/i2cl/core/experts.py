@@ -25,11 +25,9 @@ from i2cl.core.ngrams import HASH_BUCKETS, count_ngrams
 from i2cl.encoders import (
     MIN_PROBE_COSINE,
     EmbeddingsConfig,
-    SharedEmbeddings,
     absolute,
     embed,
     frozen_encoder,
-    look_up,
     probe,
 )
 from i2cl.errors import I2CLError, require_packages
@@ -105,19 +103,15 @@ class EmbeddingsExpert(TextExpert):
         demonstrations: Examples,
         device: str,
         progress: Progress | None = None,
-        shared: SharedEmbeddings | None = None,
     ) -> Self:
         """Embed the demonstrations and fit the classifier, with the demonstrations' weights.
 
-        ``progress`` is called as texts are embedded, unless ``shared`` has the embeddings. Raises I2CLError
-        if the extra or the encoder is missing, or a text is empty.
+        ``progress`` is called as texts are embedded. Raises I2CLError if the extra or the encoder is missing,
+        or a text is empty.
         """
         require_packages("a sentence encoder", "embeddings", "sentence_transformers")
         texts = [example.text for example in demonstrations]
-        if shared is None:
-            vectors = embed(frozen_encoder(config.encoder, device), texts, progress)
-        else:
-            vectors = look_up(shared.by_text, texts)
+        vectors = embed(frozen_encoder(config.encoder, device), texts, progress)
         weights = fit_regression(vectors, task, demonstrations, config.embeddings_c)
         return cls(weights, absolute(config.encoder), probe(config.encoder, device))
 

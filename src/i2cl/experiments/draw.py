@@ -96,7 +96,7 @@ class Draw:
         if self.speed is None or self.seconds is None or not rows:
             return 0.0
         speed, shown = self.speed, self.demonstrations
-        refits = min(1, folds) * speed.encoding(shown) + max(0, folds - 1) * self.seconds
+        refits = folds * speed.encoding(shown) + max(0, folds - 1) * self.seconds
         seconds = speed.scoring(rows) + speed.encoding(rows) + refits
         if rows[0].labels is not None:
             return seconds + speed.scoring(rows)

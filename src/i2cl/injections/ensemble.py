@@ -191,19 +191,15 @@ def fit_expert(
     demonstrations: Examples,
     device: str,
     progress: Progress | None = None,
-    shared: encoders.SharedEmbeddings | None = None,
 ) -> TextExpert:
-    """Fit a text expert by its name, and time the fit. ``shared`` are embeddings of the demonstrations.
-
-    Raises I2CLError as `fit_ensemble`.
-    """
+    """Fit a text expert by its name, and time the fit. Raises I2CLError as `fit_ensemble`."""
     started = time.perf_counter()
     expert: TextExpert
     if name == TfidfExpert.name:
         expert = TfidfExpert.fit(task, demonstrations)
     else:
         embeddings = config.embeddings or EmbeddingsConfig(embeddings_c=config.embeddings_c)
-        expert = EmbeddingsExpert.fit(embeddings, task, demonstrations, device, progress, shared)
+        expert = EmbeddingsExpert.fit(embeddings, task, demonstrations, device, progress)
     return replace(expert, fit_seconds=time.perf_counter() - started)
 
 

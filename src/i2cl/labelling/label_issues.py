@@ -19,16 +19,13 @@ from i2cl import encoders
 from i2cl.core.context import require_labels
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression, pool, regression_scores
 from i2cl.core.injection import Injection
-from i2cl.encoders import EmbeddingsConfig, SharedEmbeddings, Vector, look_up
+from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError
 from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.injections.temperature import likely_temperature, log_softmax
-from i2cl.methods import Cost, Method, Predictor
-from i2cl.methods.anchored import Anchored
+from i2cl.methods import Cost, Predictor, make_methods
 from i2cl.methods.base import LabelScores
-from i2cl.methods.classifiers import SentenceEmbeddings
 from i2cl.methods.cross_validation import cross_validate
-from i2cl.methods.postprocessing import Product
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import usable_device
 from i2cl.models.scoring import Progress, require_decoder_and_task
@@ -43,6 +40,7 @@ POOL_TEMPERATURE_PRIOR = (1.0, 1.0)  # the weights of a pool are inverse tempera
 
 Probabilities = Float[np.ndarray, "rows labels"]
 Labels = Int[np.ndarray, " rows"]
+Vector = Float[np.ndarray, " d"]
 
 
 @dataclass(frozen=True)
@@ -146,10 +144,8 @@ def out_of_fold_log_probs(
         groups = group_by_label(rows, len(task.labels))
         examples = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(seed))
         encoder = encoders.local_encoder()
-        method: Method = Anchored()
-        if encoder is not None:
-            embeddings = SentenceEmbeddings(EmbeddingsConfig(encoder=encoder))
-            method = Product(method, embeddings.sharing(rows, decoder))
+        options = {"encoder": encoder} if encoder else {}
+        (method,) = make_methods(["anchored+sentence_embeddings" if encoder else "anchored"], options)
 
         def refit(training_rows: Examples) -> Predictor:
             predictor = method.fit(decoder, task, training_rows, seed)
@@ -178,8 +174,9 @@ def text_expert_log_probs(
     head, config, vectors = injection.head, EnsembleConfig.of(injection), dict[str, Vector]()
     if head.embeddings is not None:
         head.embeddings.require_encoder(device)
-        texts = (row.text for row in rows)
-        vectors = SharedEmbeddings(head.embeddings.encoder, texts, device, progress).by_text
+        texts = list(dict.fromkeys(row.text for row in rows))
+        encoder = encoders.frozen_encoder(head.embeddings.encoder, device)
+        vectors = dict(zip(texts, encoders.embed(encoder, texts, progress), strict=True))
 
     def make_refits(task: Task, rows: Examples) -> _Refits:
         def refit(training_rows: Examples) -> Predictor:
@@ -221,7 +218,7 @@ def fit_and_score(
     """
     if vectors is None:
         return TfidfExpert.fit(task, rows).scores(texts).log_softmax(-1)
-    known = look_up(vectors, [row.text for row in rows])
+    known = np.stack([vectors[row.text] for row in rows])
     weights = fit_regression(known, task, rows, c)
     queries = torch.tensor(np.array([vectors[text] for text in texts]))
     return regression_scores(weights, queries.view(len(texts), known.shape[1])).log_softmax(-1)

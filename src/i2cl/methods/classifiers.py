@@ -6,11 +6,11 @@ experts of an ensemble (`i2cl.core.experts`).
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.context import require_two_classes
-from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert, regression_scores
-from i2cl.encoders import (
-    EmbeddingsConfig,
-    EncoderConfig,
-    SharedEmbeddings,
-    Vector,
-    embed,
-    load_sentence_transformer,
-    look_up,
-)
+from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
+from i2cl.encoders import EmbeddingsConfig, EncoderConfig, embed, load_sentence_transformer
 from i2cl.errors import I2CLError, require_packages
 from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
@@ -149,11 +141,10 @@ class Tfidf(Method):
 
 @dataclass(frozen=True)
 class ExpertPredictor:
-    """A fitted text expert on a device; ``vectors`` are known embeddings of texts."""
+    """A fitted text expert on a device."""
 
     expert: TextExpert
     device: str
-    vectors: Mapping[str, Vector] | None = None
 
     @property
     def cost(self) -> Cost:
@@ -162,10 +153,7 @@ class ExpertPredictor:
 
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return log-probabilities; minus infinity for labels without a demonstration."""
-        if self.vectors is None or not texts or not self.vectors.keys() >= set(texts):
-            return self.expert.scores(texts, self.device, progress).log_softmax(-1)
-        vectors = torch.from_numpy(look_up(self.vectors, texts))
-        return regression_scores(self.expert.weights, vectors).log_softmax(-1)
+        return self.expert.scores(texts, self.device, progress).log_softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -191,7 +179,6 @@ class SentenceEmbeddings(Method):
     Attributes:
         config: encoder and classifier.
         progress: called as a fit embeds demonstrations.
-        shared: embeddings of the demonstrations, if several fits share them.
     """
 
     name = "sentence_embeddings"
@@ -200,13 +187,6 @@ class SentenceEmbeddings(Method):
     settings = (EmbeddingsConfig,)
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
     progress: Progress | None = field(default=None, compare=False, repr=False)
-    shared: SharedEmbeddings | None = field(default=None, compare=False, repr=False)
-
-    def sharing(self, rows: Examples, decoder: Decoder, *, for_queries: bool = True) -> Self:
-        """Return the method with embeddings that its fits to some of the rows share."""
-        texts, name = (row.text for row in rows), self.config.encoder
-        shared = SharedEmbeddings(name, texts, str(decoder.device), self.progress, for_queries=for_queries)
-        return replace(self, shared=shared)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ExpertPredictor:
         """Embed the demonstrations and fit the classifier.
@@ -217,10 +197,8 @@ class SentenceEmbeddings(Method):
         """
         require_two_classes(self.name, task, demonstrations)
         device = str(decoder.device)
-        shared = self.shared
-        expert = EmbeddingsExpert.fit(self.config, task, demonstrations, device, self.progress, shared)
-        vectors = shared.by_text if shared is not None and shared.for_queries else None
-        return ExpertPredictor(expert, device, vectors)
+        expert = EmbeddingsExpert.fit(self.config, task, demonstrations, device, self.progress)
+        return ExpertPredictor(expert, device)
 
 
 @dataclass(frozen=True)

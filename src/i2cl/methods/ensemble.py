@@ -79,10 +79,6 @@ class Ensemble(Wrapper):
             raise I2CLError(f"{self.full_name} needs the LLM: add {LLM!r} to experts")
         names = self.config.text_experts([row.text for row in shown], device)
         methods = [self.inner, *(methods_by_name[name] for name in names)]
-        methods = [
-            method.sharing(shown, decoder) if isinstance(method, SentenceEmbeddings) else method
-            for method in methods
-        ]
         priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
         fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]
         weights = tuple(prior.mean for prior in priors)

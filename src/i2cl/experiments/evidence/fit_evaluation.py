@@ -423,15 +423,9 @@ class _Fitter:
 
     def fit_per_fold(self, method: Method, shown: Examples) -> Fitted:
         """Fit a method once per fold."""
-        shared_seconds = 0.0
         started = time.perf_counter()
-        if isinstance(method, SentenceEmbeddings):
-            method = method.sharing(shown, self.decoder, for_queries=False)
         predictor = self._refits(shown, partial(method.fit, self.decoder, self.task, seed=self.seed))
-        seconds = time.perf_counter() - started
-        if isinstance(method, SentenceEmbeddings) and method.shared is not None:
-            shared_seconds = method.shared.seconds  # a fit on its own would take this time as well
-        seconds = shared_seconds + (seconds - shared_seconds) / len(predictor.refits)
+        seconds = (time.perf_counter() - started) / len(predictor.refits)
         return Fitted(method, predictor, tuple(shown), self.seed, seconds)
 
     def _refits(

@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int
 from i2cl.core.experts import TextExpert
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.core.multi_label import frequency_bias, indicators
-from i2cl.encoders import SharedEmbeddings
 from i2cl.experiments.evidence.fit_evaluation import (
     EvaluationPlan,
     FitObserver,
@@ -42,7 +41,7 @@ from i2cl.injections.ensemble import (
 )
 from i2cl.methods import Cost, Predictor
 from i2cl.methods.base import LabelScores
-from i2cl.methods.classifiers import ExpertPredictor, SentenceEmbeddings
+from i2cl.methods.classifiers import ExpertPredictor
 from i2cl.methods.cross_validation import cross_validate
 from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import NO_COST, injection_predictor
@@ -177,12 +176,7 @@ def evaluate_multi_label(
     def refitted(some: Examples) -> Predictor:
         return injection_predictor(refit(some) if plan.folds else injection, decoder, task)
 
-    shared = None
-    if plan.folds and (embeddings := request.ensemble.embeddings):
-        shown, device = (row.text for row in demonstrations), str(decoder.device)
-        shared = SharedEmbeddings(embeddings.encoder, shown, device, observer.embedded, for_queries=False)
-
-    def run(fit: Callable[[Examples], Predictor], known_seconds: float | None, *, embeds: bool) -> Run:
+    def run(fit: Callable[[Examples], Predictor], known_seconds: float | None) -> Run:
         started = time.perf_counter()
         predictor: Predictor
         if plan.folds:
@@ -193,14 +187,12 @@ def evaluate_multi_label(
         fitted = time.perf_counter()
         probabilities = predictor.log_probs(texts, observer.scored).double().exp().numpy()
         milliseconds = 1000 * (time.perf_counter() - fitted) / len(texts)
-        shared_seconds = shared.seconds if embeds and shared is not None else 0.0
-        fit_seconds = shared_seconds + (fitted - started - shared_seconds) / max(1, plan.folds)
-        fit_seconds = fit_seconds if known_seconds is None else known_seconds
+        fit_seconds = (fitted - started) / max(1, plan.folds) if known_seconds is None else known_seconds
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
     texts_by_expert, experts = text_methods(request.ensemble), [one.name for one in injection.head.experts]
     fitted_experts = () if plan.folds else injection.head.experts
-    fits = baselines(decoder, task, plan, request.ensemble, fitted_experts, observer.embedded, shared)
+    fits = baselines(decoder, task, plan, request.ensemble, fitted_experts, observer.embedded)
     known_seconds = {texts_by_expert[one.name].full_name: one.fit_seconds for one in fitted_experts}
     members = [texts_by_expert[expert].full_name for expert in experts]
     priors = [TEXT_PRIORS[expert] for expert in experts]
@@ -208,10 +200,7 @@ def evaluate_multi_label(
         fits[name], known_seconds[name] = refitted, seconds
         members, priors = [name, *members], [llm_prior(request.method), *priors]
     runs, not_run = run_all(
-        {
-            method: partial(run, fit, known_seconds.get(method), embeds=method == SentenceEmbeddings.name)
-            for method, fit in fits.items()
-        },
+        {method: partial(run, fit, known_seconds.get(method)) for method, fit in fits.items()},
         {ZERO_SHOT, *members},
         observer,
     )
@@ -379,13 +368,11 @@ def baselines(
     config: EnsembleConfig,
     fitted_experts: Sequence[TextExpert] = (),
     progress: Progress | None = None,
-    shared: SharedEmbeddings | None = None,
 ) -> dict[str, Callable[[Examples], Predictor]]:
     """Return how each baseline is fitted to demonstrations. All text experts are among them.
 
     Without cross-validation, the label frequencies are those of all training rows that are not in the plan.
-    ``fitted_experts`` are not fitted again. ``progress`` is called as a fit embeds texts, unless the
-    embeddings are ``shared``.
+    ``fitted_experts`` are not fitted again. ``progress`` is called as a fit embeds texts.
     """
     labels, device = len(task.labels), str(decoder.device)
     scored = {row.text for row in plan.rows}
@@ -403,7 +390,7 @@ def baselines(
 
     def text_expert(name: str, shown: Examples) -> Predictor:
         fitted = (expert for expert in fitted_experts if expert.name == name)
-        expert = next(fitted, None) or fit_expert(name, config, task, shown, device, progress, shared)
+        expert = next(fitted, None) or fit_expert(name, config, task, shown, device, progress)
         cost = ExpertPredictor(expert, device).cost
         return _Baseline(lambda texts: expert.scores(texts, device).double().sigmoid().numpy(), cost)
 

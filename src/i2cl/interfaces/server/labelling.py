@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float
 
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
-from i2cl.encoders import Vector
 from i2cl.experiments.evidence.verdicts import Z, wilson
 from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
 from i2cl.interfaces.server.batcher import Batcher
@@ -30,7 +29,7 @@ from i2cl.interfaces.server.labelling_store import (
     Project,
     Round,
 )
-from i2cl.labelling.label_issues import fit_and_score, review
+from i2cl.labelling.label_issues import Vector, fit_and_score, review
 from i2cl.labelling.suggestion import choose_typical, text_vectors, zero_shot_log_probs
 from i2cl.methods.cross_validation import fold_rows
 from i2cl.models.decoder import Decoder
