@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    configuration_utils,
     pipeline,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -201,6 +202,14 @@ def test_control_tokens_in_a_text_stay_text(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     special = decoder.tokenizer.eos_token
     assert decoder.tokenizer.eos_token_id not in tokenizer(f"a {special} film")["input_ids"]
+
+
+def test_transformers_warns_of_nothing_during_an_export(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", lambda text, *_: warned.append(text))
+    decoder, injection = drawn("llama", replace(TASK, labels=("positive", "negative", "neutral")))
+    export_classifier(decoder, injection, tmp_path / "out", golden=False)
+    assert warned == []
 
 
 def test_the_config_names_labels_and_a_padding_token(tmp_path):

@@ -14,7 +14,7 @@ from commands import listed, run
 from export.cases import HOW, SHARED, TASK, decoder_of, drawn, hooked, injection_for, plain, relative, stored
 from export.test_causal_lm import run_card
 from fitting import left_as_found, raises, weighted
-from i2cl import Decoder, Injection
+from i2cl import AnchoredConfig, Decoder, Injection, anchor, load_task
 from i2cl.export import Golden, export_peft, golden, verify
 from i2cl.export.causal_lm import usage
 from i2cl.export.folding import require_exportable
@@ -74,6 +74,17 @@ def test_the_card_loads_a_gguf_base_model_as_a_file(tmp_path):
     injection = replace(injection, base=replace(injection.base, name="/models/smol.gguf"))
     text = usage(injection, require_exportable(decoder, injection), "out", "peft")
     assert "from_pretrained('FOLDER', gguf_file='smol.gguf')" in text
+
+
+def test_the_card_loads_the_bundled_base_model(tmp_path, monkeypatch):
+    decoder, task = Decoder.from_pretrained("reference"), load_task("mood-colour-1")
+    injection = anchor(decoder, task, task.sample(1, 0), AnchoredConfig(steps=1))
+    export_peft(decoder, injection, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    label, probability = run_card(tmp_path / "out")
+    expected = injection.log_probs(decoder, golden.TEXTS[:1]).softmax(-1)[0]
+    assert label == task.labels[int(expected.argmax())]
+    assert float(probability) == pytest.approx(expected.max().item(), abs=1e-5)
 
 
 def test_two_adapters_take_turns_on_one_model(tmp_path):

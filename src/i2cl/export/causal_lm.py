@@ -15,7 +15,7 @@ from i2cl.export.folding import Folding, save_model
 from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import LabelTokens
-from i2cl.models.loading import is_gguf, resolve_name
+from i2cl.models.loading import REFERENCE, is_gguf, resolve_name
 from i2cl.storage.atomic import new_folder, public_name, require_writable
 from i2cl.storage.card import code_block, export_card
 from i2cl.storage.layout import CARD
@@ -36,7 +36,7 @@ The next token decides: compare the log-probabilities of the labels' tokens.
 `i2cl verify {name}` compares its answers with i2cl's."""
 
 TRANSFORMERS = """\
-import torch
+{imports}import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 labels = {labels!r}  # token ids
@@ -53,6 +53,8 @@ print(list(labels)[best], float(probability))"""
 
 ADAPTER = """
 model.load_adapter({name!r})  # needs the package peft"""
+
+FILES = "from importlib.resources import files\n\n"
 
 LLAMA_CPP = """\
 import numpy as np
@@ -117,6 +119,8 @@ def write_card(folder: Path, name: str, injection: Injection, labels: LabelToken
 
 def _base_model(name: str) -> str:
     """Return the arguments with which transformers loads a base model, without local folders."""
+    if name == REFERENCE:
+        return f"files('i2cl.models') / {name!r}"
     path = Path(resolve_name(name))
     if not is_gguf(path):
         return repr(public_name(name))
@@ -128,6 +132,7 @@ def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> s
     task = injection.task
     prompt = task.template.query(TEXT_FIELD) + labels.query_suffix
     code = (LLAMA_CPP if form == "gguf" else TRANSFORMERS).format(
+        imports=FILES if form == "peft" and injection.base.name == REFERENCE else "",
         labels=dict(zip(task.labels, labels.representatives, strict=True)),
         bias=list(injection.label_bias or ()) or 0.0,
         temperature=injection.temperature,

@@ -175,7 +175,9 @@ def empty_classifier(structure: FoldedStructure, labels: int) -> tuple[PreTraine
 
 
 def _empty_classifier(config: PreTrainedConfig, labels: int, extra_layers: int = 0) -> PreTrainedModel:
-    fields = {"num_labels": labels, "num_hidden_layers": config.num_hidden_layers + extra_layers}
+    names = {index: f"LABEL_{index}" for index in range(labels)}  # transformers warns of num_labels alone
+    fields = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    fields |= {"num_hidden_layers": config.num_hidden_layers + extra_layers}
     config = type(config).from_dict(config.to_dict() | fields)
     kind = config.model_type
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
