@@ -173,6 +173,13 @@ def test_boolean_labels_are_named_by_name_code_pairs(call, model, tmp_path):
     assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
 
 
+def test_test_rows_among_the_demonstrations_are_reported(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS)
+    test = write(tmp_path / "test.csv", [*ROWS[:3], ("a new price", "price"), ("a new login", "login")])
+    _, err = fitted(call, model, path, tmp_path / "new", "--test", test)
+    assert "3 of 5 rows of --test have the text of a demonstration: they are not evaluated" in err
+
+
 def test_suggested_labels_merge_spellings_in_other_case(call, model, tmp_path):
     rows = [(f"text {number}", ("good", "bad")[number % 2]) for number in range(8)]
     path = write(tmp_path / "case.csv", [*rows, ("one", "GOOD")])

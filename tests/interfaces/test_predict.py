@@ -23,6 +23,7 @@ from i2cl.interfaces.batch_prediction import (
     read_chunks,
     require_not_input,
     require_own_output,
+    require_writable_file,
     source_state,
 )
 from i2cl.interfaces.cli import main
@@ -604,10 +605,16 @@ def test_format_follows_the_suffix_unless_named(tmp_path, name, named, as_json, 
         ("a.csv", None, True, "the suffix of .* means csv"),
         ("a.txt", "parquet", True, "--output-format means parquet"),
         (None, "parquet", False, "give one with -o"),
+        ("a.xlsx", None, False, "cannot write files ending in '.xlsx': use .tsv, .csv"),
+        ("a.csv.gz", None, False, "cannot write files ending in '.gz': use .tsv, .csv"),
     ],
 )
 def test_contradictory_formats_are_refused(tmp_path, name, named, as_json, message):
     raises(message, output_format, name and tmp_path / name, named, as_json=as_json)
+
+
+def test_missing_output_folder_is_named(tmp_path):
+    raises("create the folder '.*none' first", require_writable_file, tmp_path / "none" / "out.csv")
 
 
 def test_converted_file_is_complete_or_absent(tmp_path):

@@ -136,4 +136,5 @@ def test_unknown_names_get_close_matches(name, close):
     message = failure(name)
     for part in (f"unknown task {name!r}: did you mean", close, "i2cl ls tasks"):
         assert part in message
+    assert failure("qqqq.qqqq").startswith("unknown task 'qqqq.qqqq' and no such file: 'i2cl ls tasks'")
     assert failure("qqqqqqqq") == "unknown task 'qqqqqqqq': 'i2cl ls tasks' lists them all"

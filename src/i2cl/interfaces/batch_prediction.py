@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from i2cl.errors import I2CLError, require_packages
 from i2cl.storage.atomic import sync_to_disk, write_errors
 from i2cl.storage.journal import Journal, exclusive_lock
-from i2cl.tasks.files import RowError
+from i2cl.tasks.files import COMPRESSION_SUFFIXES, RowError
 from i2cl.tasks.formats import STDIN
 from i2cl.tasks.labels import predicted_labels
 from i2cl.tasks.rows import Query
@@ -46,6 +46,7 @@ SUFFIXES: dict[str, OutputFormat] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
+UNSUPPORTED_SUFFIXES = {".xlsx", ".xls", ".json", *COMPRESSION_SUFFIXES}
 
 ROW_NUMBER_COLUMN = "row"
 LABEL_COLUMNS = frozenset({"label", "labels"})
@@ -230,6 +231,8 @@ def require_not_input(output: Path | None, *sources: str) -> None:
 
 def require_writable_file(path: Path) -> None:
     """Check early what `open_output` requires. Raises I2CLError if the file cannot be written."""
+    if not path.parent.exists():
+        raise I2CLError(f"cannot write {str(path)!r}: create the folder {str(path.parent)!r} first")
     with _write_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -340,9 +343,16 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
     """Return the output format: the named one, else by the suffix of ``path``, else tab-separated.
 
     Raises:
-        I2CLError: if ``--json`` contradicts the format, or Parquet cannot be written.
+        I2CLError: if ``--json`` contradicts the format, Parquet cannot be written, or the suffix is that of
+            a format that `predict` reads but does not write.
     """
-    requested = named or (SUFFIXES.get(path.suffix.lower()) if path is not None else None)
+    suffix = "" if path is None else path.suffix.lower()
+    if named is None and not as_json and suffix in UNSUPPORTED_SUFFIXES:
+        raise I2CLError(
+            f"{str(path)!r}: cannot write files ending in {suffix!r}: use {', '.join(SUFFIXES)}, or name the "
+            "--output-format"
+        )
+    requested = named or SUFFIXES.get(suffix)
     if as_json and requested not in {None, "jsonl"}:
         source = "--output-format" if named else f"the suffix of {str(path)!r}"
         raise I2CLError(

@@ -167,7 +167,8 @@ def _load_named(name: str, data_dir: StrPath | None, test_path: StrPath | None) 
     if (task := generated.load(name)) is None:
         _refuse_unknown_suffix(Path(name))
         hint = did_you_mean(name, (task.name for task in list_tasks()))
-        raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
+        problem = f"unknown task {name!r}" + (" and no such file" if Path(name).suffix else "")
+        raise I2CLError(f"{problem}: {hint}'i2cl ls tasks' lists them all")
     _refuse_test_path(name, test_path)
     return task
 

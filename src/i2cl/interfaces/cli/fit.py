@@ -209,6 +209,8 @@ def fit(
     drawn = draw_rows(decoder, loaded)
     plan = plan_evaluation(loaded, drawn.demonstrations, evaluation.evaluate, evaluation.folds, seed)
     plan = replace(plan, compare=compare)
+    if rows.test is not None:
+        _report_known_test_rows(loaded, drawn)
     if request.target is not None:
         plan.require_target(request.target)
     if method_options.class_weight == "balanced":
@@ -230,6 +232,16 @@ def fit(
     )
     request = replace(request, shares=shares, command=command)
     fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
+
+
+def _report_known_test_rows(task: "Task", drawn: "Draw") -> None:
+    """Report test rows that the evaluation leaves out, because their text is a demonstration's."""
+    texts = {row.text for row in drawn.demonstrations}
+    if known := sum(row.text in texts for row in task.test):
+        console.note(
+            f"{known:,} of {len(task.test):,} rows of --test have the text of a demonstration: they are not "
+            "evaluated"
+        )
 
 
 def _request(

@@ -150,10 +150,10 @@ def _check_options(
     require_confidence(form.min_confidence)
     if restart and output is None:
         raise I2CLError("--restart needs -o FILE, whose rows it discards: add -o FILE, or omit --restart")
-    kind = chosen_format(output, form.output_format, as_json=json)
     load.require_options(loading)
     load.require_artefact(artefact)
     require_not_input(output, source, *(str(Path(artefact) / name) for name in FILES))
+    kind = chosen_format(output, form.output_format, as_json=json)
     to_file = output is not None and (output.is_file() or not output.exists())
     if output is not None:
         require_writable_file(output)
