@@ -336,10 +336,6 @@ CASES = {
     "fit: bad dtype": (f"{EARLY_FIT} --dtype int3", "'--dtype': 'int3' is not one of"),
     "fit: bad device map": (f"{EARLY_FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{EARLY_FIT} --set epochs", "is not NAME=VALUE"),
-    "fit: method option given twice": (
-        f"{EARLY_FIT} --set epochs=1 --set epochs=2",
-        "--set epochs is given twice",
-    ),
     "fit: bad folds": (f"{EARLY_FIT} --folds 1", "give 2 or more"),
     "fit: bad target accuracy": (
         f"{EARLY_FIT} --target-accuracy 3",

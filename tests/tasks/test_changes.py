@@ -33,6 +33,20 @@ def test_renamed_labels_keep_their_rows():
     assert rename_labels(ONE, {"b": "beta"}).train == ONE.train
 
 
+def test_labels_renamed_to_the_same_word_are_merged():
+    task = rename_labels(ONE, {"b": "c"})
+    assert task.labels == ("a", "c")
+    assert labelled(task) == {row.text: ("a",) if row.label == 0 else ("c",) for row in ONE.train}
+    assert labelled(rename_labels(ANY, {"c": "a"})) == {
+        "text 0": (),
+        "text 1": ("a",),
+        "text 2": ("a",),
+        "text 3": ("b",),
+    }
+    with pytest.raises(I2CLError, match="give at least two"):
+        rename_labels(ONE, {"a": "c", "b": "c"})
+
+
 def test_rows_of_removed_labels_are_dropped():
     task = remove_labels(ONE, ["b"])
     assert task.labels == ("a", "c")

@@ -7,13 +7,22 @@ from typing import Any
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks.rows import read_labelled
-from i2cl.tasks.task import Task
+from i2cl.tasks.task import Example, Task
 
 
 def rename_labels(task: Task, names: Mapping[str, str]) -> Task:
-    """Return the task with new label words, given by the old ones. Raises I2CLError on unknown labels."""
+    """Return the task with new label words, given by the old ones.
+
+    Labels that get the same word are merged, at the place of the first. Raises I2CLError on unknown labels,
+    or if fewer than two remain.
+    """
     _require_known(task, names)
-    return replace(task, labels=tuple(names.get(word, word) for word in task.labels))
+    words = [names.get(word, word) for word in task.labels]
+    labels = tuple(dict.fromkeys(words))
+    if len(labels) == len(words):
+        return replace(task, labels=labels)
+    new_id = {label: labels.index(word) for label, word in enumerate(words)}
+    return replace(task, labels=labels, train=_relabelled(task, new_id))
 
 
 def remove_labels(task: Task, words: Collection[str]) -> Task:
@@ -25,14 +34,21 @@ def remove_labels(task: Task, words: Collection[str]) -> Task:
     _require_known(task, words)
     remaining = [label for label, word in enumerate(task.labels) if word not in words]
     new_id = {label: index for index, label in enumerate(remaining)}
+    return replace(
+        task, labels=tuple(task.labels[label] for label in remaining), train=_relabelled(task, new_id)
+    )
+
+
+def _relabelled(task: Task, new_id: Mapping[int, int]) -> tuple[Example, ...]:
+    """Return the rows with new label ids, given by the old ones; labels without one are removed."""
     rows = []
     for row in task.train:
-        ids = tuple(new_id[label] for label in row.ids if label in new_id)
+        ids = tuple(sorted({new_id[label] for label in row.ids if label in new_id}))
         if task.multi_label:
             rows.append(replace(row, labels=ids))
         elif ids:
             rows.append(replace(row, label=ids[0]))
-    return replace(task, labels=tuple(task.labels[label] for label in remaining), train=tuple(rows))
+    return tuple(rows)
 
 
 def add_rows(task: Task, path: Path, **columns: Any) -> Task:

@@ -216,16 +216,14 @@ def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
 
 
 def parse_pairs(values: Sequence[str] | None, option: str, form: str, example: str) -> dict[str, str]:
-    """Parse the values of a repeatable option. Raises I2CLError without an equals sign, or on a name given
-    twice.
+    """Parse the values of a repeatable option, of which the last one of a name counts.
+
+    Raises I2CLError for a value without an equals sign.
     """
     pairs: dict[str, str] = {}
     for text in values or []:
         name, equals, value = text.partition("=")
         if not equals:
             raise I2CLError(f"{option} {text!r} is not {form}: write it like {option} {example}")
-        name = name.strip()
-        if name in pairs:
-            raise I2CLError(f"{option} {name} is given twice: leave one of them out")
-        pairs[name] = value.strip()
+        pairs[name.strip()] = value.strip()
     return pairs

@@ -26,7 +26,7 @@ COLUMNS = ("text_column", "label_column", "label_separator", "label_columns", "s
 class LabelOptions:
     """Changes of the labels."""
 
-    rename: list[str] | None = opt(None, "Rename a label, as OLD=NEW; repeatable.")
+    rename: list[str] | None = opt(None, "Rename a label, or merge it with the label NEW, as OLD=NEW.")
     remove: list[str] | None = opt(
         None, "Remove a label; repeatable. Its rows are dropped, or lose it in a multi-label task."
     )
