@@ -22,7 +22,6 @@ from i2cl.interfaces.batch_prediction import (
     output_format,
     read_chunks,
     require_not_input,
-    require_own_output,
     require_writable_file,
     source_state,
 )
@@ -475,34 +474,6 @@ def test_symbolic_link_is_followed(tmp_path, there):
     assert link.is_symlink()
     assert target.read_text() == HEADER + "0\n"
     assert listed(tmp_path) + listed(tmp_path / "far") == ["far", "link", "out.tsv"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["note to self\n", "text,label\na film,good\n", "label,text,id\ngood,a film,7\n", '{"text": "a"}\n'],
-)
-def test_foreign_file_is_not_replaced(home, tmp_path, refused, content):
-    path = tmp_path / "rows.csv"
-    path.write_text(content, encoding="utf-8")
-    assert "was not written by predict: remove it" in refused(*arguments(home, path))
-    assert path.read_text(encoding="utf-8") == content
-
-
-@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
-@pytest.mark.parametrize("thresholds", [None, (0.5, 0.5)])
-def test_older_output_may_be_replaced(tmp_path, kind, thresholds):
-    table = Table(("label", "1"), kind, ("text",), True, kind in {"csv", "parquet"}, None, thresholds)
-    path, rows = tmp_path / "out", tmp_path / "rows"
-    for first in ([0.25, 0.75], None):  # None: a skipped row
-        lines = table.header + table.lines([first, [0.5, 0.5]], [(1, 'a,\t\n"b'), (2, "c")], ["empty", ""])
-        rows.write_text(lines, encoding="utf-8")
-        if table.deferred:
-            table.finish(rows, path)
-        else:
-            rows.replace(path)
-        require_own_output(path)
-    path.write_text("")
-    require_own_output(path)
 
 
 def test_input_is_refused_as_output(tmp_path, monkeypatch):

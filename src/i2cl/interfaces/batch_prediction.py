@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,8 +48,6 @@ SUFFIXES: dict[str, OutputFormat] = {
 UNSUPPORTED_SUFFIXES = {".xlsx", ".xls", ".json", *COMPRESSION_SUFFIXES}
 
 ROW_NUMBER_COLUMN = "row"
-LABEL_COLUMNS = frozenset({"label", "labels"})
-MAX_HEAD_BYTES = 2**20  # of a file that a run would replace
 ROW_GROUP_SIZE = 50_000  # rows of a Parquet file in memory at a time
 FORMULA_PREFIXES = ("=", "+", "-", "@")  # first characters that make a cell a formula in a spreadsheet
 
@@ -241,59 +238,6 @@ def require_writable_file(path: Path) -> None:
                 _sibling(path, ".part.lock").lstat()
             with tempfile.TemporaryFile(dir=os.path.realpath(path.parent)):
                 pass
-
-
-def require_own_output(path: Path) -> None:
-    """Raise I2CLError if a file is neither empty nor made by `predict`, whose outputs a new run replaces."""
-    if not path.is_file():
-        return
-    with _write_errors(path), path.open("rb") as file:
-        head = file.read(MAX_HEAD_BYTES)
-    if head and not _is_parquet_table(path, head) and not _is_text_table(head):
-        raise I2CLError(
-            f"{str(path)!r} exists and was not written by predict: remove it, or choose another output"
-        )
-
-
-def _is_parquet_table(path: Path, head: bytes) -> bool:
-    if not head.startswith(b"PAR1") or find_spec("pyarrow") is None:
-        return False
-    try:
-        schema = import_module("pyarrow.parquet").read_schema(path)
-    except (OSError, ValueError):  # damaged
-        return False
-    return _is_table([schema.names, ["0" if str(kind) == "double" else "text" for kind in schema.types]])
-
-
-def _is_text_table(head: bytes) -> bool:
-    """Return whether the beginning of a file is that of a `Table`, in any of its formats."""
-    text = head.decode("utf-8-sig", errors="replace")
-    with suppress(ValueError, RecursionError):
-        row = json.loads(text.partition("\n")[0])
-        return isinstance(row, dict) and "probabilities" in row and not LABEL_COLUMNS.isdisjoint(row)
-    if _is_table([line.split("\t") for line in text.split("\n")[:2] if line]):
-        return True
-    with suppress(csv.Error):
-        return _is_table(list(islice(csv.reader(io.StringIO(text, newline="")), 2)))
-    return False
-
-
-def _is_table(records: list[list[str]]) -> bool:
-    """Return whether a header, and the row after it if there is one, have a label and probabilities."""
-    header = records[0] if records else []
-    first_row = records[1] if len(records) > 1 else []
-    return any(
-        len(header) > column + 2 and all(map(_is_probability, first_row[column + 1 :]))
-        for column, name in enumerate(header)
-        if name in LABEL_COLUMNS
-    )
-
-
-def _is_probability(cell: str) -> bool:
-    try:
-        return not cell or 0 <= float(cell) <= 1
-    except ValueError:
-        return False
 
 
 def source_state(source: str) -> list[Any]:

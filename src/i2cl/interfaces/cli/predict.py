@@ -21,7 +21,6 @@ from i2cl.interfaces.batch_prediction import (
     output_format as chosen_format,
     read_chunks,
     require_not_input,
-    require_own_output,
     require_writable_file,
     source_state,
 )
@@ -157,7 +156,6 @@ def _check_options(
     to_file = output is not None and (output.is_file() or not output.exists())
     if output is not None:
         require_writable_file(output)
-        require_own_output(output)
     kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
     deferred = to_file and kind in {"csv", "parquet"}
     return Table((), kind, kept, form.row_number, deferred, form.min_confidence)
