@@ -24,11 +24,11 @@ def _parse(value: Any) -> Any:
     if value is None or value == "balanced":
         return value
     try:
-        if value == "":
-            raise ValueError  # noqa: TRY301 - dict("") would be empty
         weights = {str(label): float(weight) for label, weight in dict(value).items()}
     except (TypeError, ValueError):
-        raise ValueError("give 'balanced', or a number for each label, such as bad=5,good=1") from None
+        weights = {}
+    if not weights:
+        raise ValueError("give 'balanced', or a number for each label, such as bad=5,good=1")
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError("weights are finite and above 0")
     return tuple(weights.items())
