@@ -141,6 +141,15 @@ def test_upload_repairs_a_damaged_version(store, decoder, tmp_path):
     assert store.queries("a", TEXTS)[0].digest == digest
 
 
+def test_a_job_reads_its_copy_of_a_version_that_is_being_removed(store, decoder, tmp_path):
+    digest = store.put("a", make_injection(decoder, 0)).digest
+    store.copy("a", tmp_path / "copies")
+    store._last_used.clear()
+    (tmp_path / "tasks" / STATE / "artefacts" / digest / "injection.json").unlink()
+    queries = store.queries_of_version(digest, TEXTS, tmp_path / "copies")
+    assert len(queries) == len(TEXTS)
+
+
 def test_loading_a_task_does_not_block_loaded_ones(store, decoder, monkeypatch):
     cold, hot = (
         store.put(name, make_injection(decoder, number)) for number, name in enumerate(["cold", "hot"])

@@ -221,7 +221,8 @@ class TaskStore:
         Raises:
             RefusalError: 404 if it was removed, 500 if it is damaged.
         """
-        for folder in (self._artefacts, *([] if copies is None else [copies])):
+        # Copies first: another thread may be removing the artefact in the store.
+        for folder in (*([] if copies is None else [copies]), self._artefacts):
             if (folder / digest).is_dir():
                 if content_digest(folder / digest) != digest:
                     message = f"version {digest} is damaged on the server's disk"
