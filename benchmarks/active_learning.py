@@ -4,6 +4,7 @@
     python benchmarks/active_learning.py choice smollm2 trec,sst2 --seeds 2 --dtype bfloat16 -o decoder.jsonl
     python benchmarks/active_learning.py noise minilm trec,sst2 -o noise.jsonl
     python benchmarks/active_learning.py choice smollm2 trec,sst2 --labels 10,20,80 -o more.jsonl
+    python benchmarks/active_learning.py choice smollm2 trec --labels 40 --strategies uncertain -o more.jsonl
     python benchmarks/active_learning.py table choice.jsonl more.jsonl
 
 `choice` labels texts of a pool in batches of ten: at random, typical ones (as `suggest` does), or typical
@@ -337,7 +338,8 @@ def main() -> None:
         command.add_argument("--dtype", help="of a decoder, such as bfloat16")
         command.add_argument("-o", "--output", type=Path, required=True)
         if name == "choice":
-            command.add_argument("--labels", help="numbers of labels at random and of typical texts")
+            command.add_argument("--labels", help="numbers of labels")
+            command.add_argument("--strategies", default="random,typical", help="with --labels")
     commands.add_parser("table").add_argument("output", type=Path, nargs="+")
     given = parser.parse_args()
     if given.command == "table":
@@ -349,7 +351,7 @@ def main() -> None:
     scale = CHEAP if cheap else DEAR
     if given.command == "choice" and given.labels:
         sizes = tuple(map(int, given.labels.split(",")))
-        scale = replace(scale, labels={"random": sizes, "typical": sizes})
+        scale = replace(scale, labels=dict.fromkeys(given.strategies.split(","), sizes))
     measure = {"choice": choice, "noise": noise}[given.command]
     run = partial(measure, scale=scale, decoder=decoder)
     measure_missing(given.output, given.tasks.split(","), given.seeds, run)
