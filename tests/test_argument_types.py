@@ -45,6 +45,12 @@ def test_scorer_of_a_task_name_is_refused(decoder):
     raises("^task must be of type Task, not str", scorer.__post_init__)
 
 
+def test_unknown_scoring_is_refused(decoder, task):
+    scorer = object.__new__(LabelScorer)
+    vars(scorer).update(decoder=decoder, task=task, scoring="first")
+    raises("^scoring is 'first': choose one of auto, first_token", scorer.__post_init__)
+
+
 def test_name_instead_of_a_method_is_refused(decoder, task):
     message = "^method must be of type Method, not str: make one with make_methods"
     raises(message, evaluate, decoder, task, "zero_shot")

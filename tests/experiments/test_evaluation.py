@@ -1,7 +1,9 @@
 """Scores, costs and summaries of runs."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -86,6 +88,18 @@ def test_run_has_scores_and_calibration_metrics(decoder, task):
 def test_scores_of_a_wrong_shape_are_refused(decoder, task):
     wrong = Fake(Told(labels=3))
     raises(r"fake: log_probs returned scores of shape \(6, 3\)", evaluate, decoder, task, wrong, limit=6)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_scores_that_are_not_log_probabilities_are_refused(decoder, task, value):
+    wrong = SimpleNamespace(cost=Cost(), log_probs=lambda texts, _: torch.full((len(texts), 2), value))
+    raises("^fake: log_probs returned NaN", evaluate, decoder, task, Fake(wrong), limit=6)
+
+
+def test_scores_may_require_gradients(decoder, task):
+    scores = torch.eye(2, requires_grad=True)[[1] * 6]
+    predictor = SimpleNamespace(cost=Cost(), log_probs=lambda texts, _: scores)
+    assert set(evaluate(decoder, task, Fake(predictor), limit=6).predictions) == {1}
 
 
 def test_seeds_and_methods_get_the_same_queries(decoder, task):

@@ -24,7 +24,7 @@ from fitting import (
     shown_string,
 )
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
-from i2cl.core.recipe import RECIPES, ExtractConfig
+from i2cl.core.recipe import ExtractConfig
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.i2cl_variants import noise_like
 from i2cl.methods.postprocessing import Product, Wrapper
@@ -273,11 +273,10 @@ def test_registry_is_complete_and_read_only():
 
 
 def test_recipe_applies_only_to_i2cl_methods():
-    recipe = RECIPES["released"]
-    lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
+    lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], recipe="released")
     assert lora == make_methods(["lora"])[0]
     for result in (i2cl, noise.inner):
-        assert result.calibration == CalibrationConfig(**recipe)
+        assert result.calibration == CalibrationConfig.recipe("released")
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
@@ -326,7 +325,7 @@ def test_wrapped_methods_take_their_own_options():
     assert result.full_name == "i2cl+label_prior+tfidf+temperature"
     assert isinstance(result.inner, Product)
     assert (result.inner.inner.inner.calibration.epochs, result.config.refits) == (3, 2)
-    assert make_methods(["zero_shot+noise"], {}, {"epochs": 7})[0].other.calibration.epochs == 7
+    assert make_methods(["zero_shot+noise"], recipe="fast")[0].other.calibration.optimizer == "lbfgs"
 
 
 @pytest.mark.parametrize("name", ["zero_shot+tfidf", "tfidf+zero_shot"])

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from fitting import injected, left_as_found, raises
-from i2cl import Decoder, make_methods
+from i2cl import Decoder
 from i2cl.core.injection import PrecisionWarning
-from i2cl.core.recipe import RECIPES, CalibrationConfig
+from i2cl.core.recipe import CalibrationConfig
 from i2cl.export import export_causal_lm, fold, make_golden
 from i2cl.models import precision
 from i2cl.models.loading import load_model_and_tokenizer
@@ -20,7 +20,7 @@ from tiny import PATHS, tiny_model, tiny_tokenizer
 
 from .conftest import TEXTS, WIDE, edit_of, gradients, look, needs_bitsandbytes, saved
 
-FAST = make_methods(["i2cl"], {}, RECIPES["fast"])[0].calibration.model_copy(update={"passes": 20})
+FAST = CalibrationConfig.recipe("fast", passes=20)
 
 
 def off(result, expected):

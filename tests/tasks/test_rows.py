@@ -215,8 +215,9 @@ CODES = {"True": "good", "False": "bad"}
 )
 def test_booleans_are_mapped_by_code_or_by_order(tmp_path, name, content):
     path = write(tmp_path, name, content)
-    examples, lookup = read_labelled(path, CODES)
-    assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
+    for codes in (CODES, {True: "good", False: "bad"}):
+        examples, lookup = read_labelled(path, codes)
+        assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
     examples, lookup = read_labelled(path, ("bad", "good"))
     assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
 
@@ -228,7 +229,7 @@ def test_booleans_without_label_words_are_words(tmp_path):
 
 def test_codes_may_be_numbers_and_share_a_word(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nv,5\nw,1.0\nx,2\ny,A1\nz,good\n")
-    examples, lookup = read_labelled(path, {"5": "good", "1": "bad", "2": "bad", "A1": "other"})
+    examples, lookup = read_labelled(path, {5: "good", 1.0: "bad", "2": "bad", "A1": "other"})
     assert lookup.labels == ("good", "bad", "other")
     assert [one.label for one in examples] == [0, 1, 1, 2, 0]
 

@@ -27,6 +27,17 @@ def counts(examples):
     return Counter(example.label for example in examples)
 
 
+def test_rows_may_be_lists():
+    assert hash(Task("colours", list(WORDS), Template.plain(), list(rows(2, 2, 2)))) == hash(
+        task((2, 2, 2), ())
+    )
+
+
+def test_pairs_instead_of_rows_are_refused():
+    message = r"^task 'bad', train row 2 must be of type Example, not tuple: give Example\(text, label\)"
+    raises(message, Task, "bad", WORDS, Template.plain(), (Example("a", 0), ("b", 1)))
+
+
 def test_sample_is_balanced_and_seeded():
     some = task()
     drawn = some.sample(4, seed=3)

@@ -4,6 +4,7 @@ Source: paper, subsections "Context Vectorization" and "Noisy Self-calibration",
 Details".
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -33,6 +34,13 @@ _RECIPES: dict[str, dict[str, object]] = {
     "fast": {"optimizer": "lbfgs"},
 }
 RECIPES = MappingProxyType({name: MappingProxyType(changes) for name, changes in _RECIPES.items()})
+
+
+def find_recipe(name: str) -> Mapping[str, object]:
+    """Return the options that a recipe changes. Raises I2CLError if the name is unknown."""
+    if name not in tuple(RECIPES):  # also for a name that is not hashable
+        raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+    return RECIPES[name]
 
 
 class ExtractConfig(Settings):
@@ -109,9 +117,7 @@ class CalibrationConfig(TrainConfig):
     @classmethod
     def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":
         """Return a recipe with changes. Raises I2CLError if the name is unknown or a change invalid."""
-        if name not in RECIPES:
-            raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
-        options: dict[str, Any] = {**RECIPES[name], **changes}
+        options: dict[str, Any] = {**find_recipe(name), **changes}
         return cls(**options)
 
     @property

@@ -122,30 +122,32 @@ def measure(
     """Score a fitted method on labelled queries.
 
     ``shared`` holds the scores of other methods for these queries, and receives those of this one. Raises
-    I2CLError for a multi-label task, and for scores of another shape than (texts, labels).
+    I2CLError for a multi-label task, and for scores that are NaN or not of shape (texts, labels).
     """
     task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
     texts = [query.text for query in queries]
     scores, seconds = (shared or SharedScores()).of(fitted.predictor, texts, progress)
-    shape, expected = tuple(scores.shape), (len(texts), len(task.labels))
+    scores = torch.as_tensor(scores).detach().double()
+    name, shape, expected = fitted.method.full_name, tuple(scores.shape), (len(texts), len(task.labels))
     if shape != expected:
-        name = fitted.method.full_name
         raise I2CLError(
             f"{name}: log_probs returned scores of shape {shape}: return (texts, labels) = {expected}"
         )
+    if scores.softmax(-1).isnan().any():
+        raise I2CLError(f"{name}: log_probs returned NaN, or only -inf for a text: return log-probabilities")
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
     indices = {example: index for index, example in reversed(list(enumerate(task.train)))}
     return Run(
         model=decoder.name,
         task=task.name,
-        method=fitted.method.full_name,
+        method=name,
         seed=fitted.seed,
         accuracy=float((best == gold).mean()),
         macro_f1=macro_f1(gold, best, len(task.labels)),
         gold=tuple(gold.tolist()),
         predictions=tuple(best.tolist()),
-        scores=Scores.of(scores.double().numpy()),
+        scores=Scores.of(scores.numpy()),
         labels=tuple(task.labels),
         demonstrations=tuple(indices.get(example) for example in fitted.demonstrations),
         fit_seconds=fitted.seconds,

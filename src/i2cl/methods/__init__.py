@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from i2cl.core.recipe import RECIPES
+from i2cl.core.recipe import find_recipe
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor
@@ -46,17 +46,19 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for 
 
 
 def make_methods(
-    names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+    names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: str = "paper"
 ) -> list[Method]:
     """Construct methods from their names.
 
     Args:
         names: names of methods; ``inner+wrapper`` wraps a method and ``first+second`` is a `Product`.
         options: values by option name; each method takes the options that it has.
-        recipe: further options for methods that calibrate as I2CL does; ``options`` takes precedence.
+        recipe: calibration recipe of methods that calibrate as I2CL does (`CalibrationConfig.recipe`);
+            ``options`` take precedence.
 
     Raises:
-        I2CLError: on an unknown method, an option of none of the methods, or one string instead of a list.
+        I2CLError: on an unknown method or recipe, an option of none of the methods, or one string instead of
+            a list.
     """
     if isinstance(names, str):
         raise I2CLError(f"names is the string {names!r}: give a list, such as [{names!r}]")
@@ -67,7 +69,7 @@ def make_methods(
         if option not in known:
             choices = ", ".join(known) or "(no options)"
             raise I2CLError(f"no chosen method has the option {option!r}: choose from {choices}")
-    return [_build(_split(name), options, recipe or {}) for name in names]
+    return [_build(_split(name), options, find_recipe(recipe)) for name in names]
 
 
 def make_injector(
@@ -88,8 +90,6 @@ def make_injector(
     known = (Anchored.name, I2CL.name)
     if name not in (None, *known):
         raise I2CLError(f"unknown method {name!r}: choose one of {', '.join(known)}")
-    if recipe not in (None, *RECIPES):
-        raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     if name not in (None, I2CL.name) and recipe is not None:
         raise I2CLError(f"method {name!r} takes no recipe: leave it out, or choose the method i2cl")
     if name is None:
@@ -98,7 +98,7 @@ def make_injector(
             name = I2CL.name
         else:
             name = Anchored.name
-    (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
+    (method,) = make_methods([name], options, "paper" if recipe is None else recipe)
     return cast("Injector", method)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,12 @@ Scoring = Literal["auto", "first_token", "sequence", "words"]
 
 # Words that the labels of a multi-label task are compared with, in order of preference.
 REFERENCE_WORDS = ("none", "other", "nothing", "something", "-", ".")
+
+
+def require_scoring(scoring: object) -> None:
+    """Raise I2CLError unless an argument is one of `Scoring`."""
+    if scoring not in get_args(Scoring):
+        raise I2CLError(f"scoring is {scoring!r}: choose one of {', '.join(get_args(Scoring))}")
 
 
 class SharedFirstTokenError(I2CLError):

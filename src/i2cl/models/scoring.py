@@ -14,7 +14,13 @@ from i2cl.errors import LONE_SURROGATE, I2CLError, require_type
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import DECODER_HINT, Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.label_tokens import LabelTokens, Scoring, SharedFirstTokenError, find_label_tokens
+from i2cl.models.label_tokens import (
+    LabelTokens,
+    Scoring,
+    SharedFirstTokenError,
+    find_label_tokens,
+    require_scoring,
+)
 from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
@@ -99,7 +105,7 @@ class LabelScorer:
         word_weights: fitted weights, if any.
 
     Raises:
-        I2CLError: if ``decoder`` is not a `Decoder` or ``task`` not a `Task`.
+        I2CLError: if ``decoder`` is not a `Decoder`, ``task`` not a `Task`, or ``scoring`` unknown.
     """
 
     decoder: Decoder
@@ -109,6 +115,7 @@ class LabelScorer:
 
     def __post_init__(self) -> None:
         require_decoder_and_task(self.decoder, self.task)
+        require_scoring(self.scoring)
 
     @classmethod
     def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":

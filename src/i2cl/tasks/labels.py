@@ -55,12 +55,12 @@ class LabelLookup:
         I2CLError: if ``labels`` is a dict and the cells contain its words instead of its codes.
     """
 
-    def __init__(self, labels: Sequence[str] | Mapping[str, str], cells: Iterable[object] = ()) -> None:
+    def __init__(self, labels: Sequence[str] | Mapping[Any, str], cells: Iterable[object] = ()) -> None:
         cells = list(cells)
         words = {str(cell_word(cell)).casefold() for cell in cells}
         codes = {}
         if isinstance(labels, Mapping):
-            codes = {normalize_word(code): normalize_word(word) for code, word in labels.items()}
+            codes = {normalize_word(str(code)): normalize_word(word) for code, word in labels.items()}
         self.labels = tuple(dict.fromkeys(codes.values()) if codes else map(normalize_word, labels))
         known = set(map(str.casefold, self.labels))
         if codes and words.isdisjoint(map(str.casefold, codes)) and not words.isdisjoint(known):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from i2cl.errors import I2CLError, did_you_mean, first_line, require_packages
 from i2cl.tasks import generated
@@ -59,7 +59,7 @@ def load_task(
     *,
     data_dir: StrPath | None = None,
     template: Template | str | None = None,
-    labels: Sequence[str] | Mapping[str, str] | None = None,
+    labels: Sequence[str] | Mapping[Any, str] | None = None,
     text_column: str = "text",
     label_column: str = "label",
     label_separator: str | None = None,
@@ -79,7 +79,7 @@ def load_task(
         template: prompt format, instead of the task's own.
         labels: label words, instead of the task's own. For a file of rows, whose labels may be ids or codes:
             words in the order of the ids, or a dict from each code to its word, such as
-            ``{"True": "good", "False": "bad"}``.
+            ``{1: "bad", 5: "good"}``.
         text_column: name of the text column in a file of rows.
         label_column: name of the label column in a file of rows. If its cells are JSON lists, the task is a
             multi-label task.
@@ -127,7 +127,7 @@ def load_task(
 def _load_rows(
     path: Path,
     template: Template | None,
-    labels: Sequence[str] | Mapping[str, str] | None,
+    labels: Sequence[str] | Mapping[Any, str] | None,
     test_path: StrPath | None,
     read: Callable[..., tuple[tuple[Example, ...], LabelLookup]],
 ) -> Task:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
@@ -117,7 +117,7 @@ class BadRows:
 
 def read_labelled(
     path: Path,
-    labels: Sequence[str] | Mapping[str, str] | LabelLookup | None = None,
+    labels: Sequence[str] | Mapping[Any, str] | LabelLookup | None = None,
     text_column: str = "text",
     label_column: str = "label",
     *,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from i2cl.errors import I2CLError, first_problem, require_utf8
+from i2cl.errors import I2CLError, first_problem, require_type, require_utf8
 from i2cl.tasks.labels import is_blank, name_labels, normalize_word
 from i2cl.tasks.template import Template
 
@@ -171,8 +171,8 @@ class Task:
 
     Raises:
         I2CLError: if label words are one string, not strings, empty or repeated, ``template`` is not a
-            `Template`, a row has a class id without a label word, or rows with one and with any number of
-            labels are mixed.
+            `Template`, a row is not an `Example` or has a class id without a label word, or rows with one and
+            with any number of labels are mixed.
     """
 
     name: str
@@ -197,7 +197,8 @@ class Task:
             kind = type(template).__name__
             raise I2CLError(f"template of task {self.name!r} is a {kind}: pass Template(...)")
         labels = tuple(map(normalize_word, words))
-        vars(self).update(name=normalize_word(self.name), labels=labels)  # the dataclass is frozen
+        splits = {"train": tuple(self.train), "test": tuple(self.test)}
+        vars(self).update(splits, name=normalize_word(self.name), labels=labels)  # the dataclass is frozen
         for text in (self.name, self.title, self.description, self.instruction, *self.labels):
             require_utf8(text, "the task's name, label word or description")
         for text in (self.template.format, self.template.separator, self.template.opening):
@@ -209,21 +210,19 @@ class Task:
                 f"task {self.name!r}: label word {joined[0]!r} contains {LABEL_SEPARATOR!r}, which separates "
                 "the labels of a text: rename it"
             )
-        for split, rows in (("train", self.train), ("test", self.test)):
+        for split, rows in splits.items():
             for number, example in enumerate(rows, start=1):
+                row = f"task {self.name!r}, {split} row {number}"
+                require_type(row, example, Example, "give Example(text, label)")
                 if (example.labels is not None) is not self.multi_label:
                     given = "one label" if example.labels is None else "a list of labels"
                     hint = "use Example.multi_label" if self.multi_label else "set multi_label=True"
-                    raise I2CLError(
-                        f"task {self.name!r}, {split} row {number} has {given}, but multi_label is "
-                        f"{self.multi_label}: {hint}"
-                    )
+                    raise I2CLError(f"{row} has {given}, but multi_label is {self.multi_label}: {hint}")
                 unknown = [label for label in example.ids if not 0 <= label < len(self.labels)]
                 if unknown:
                     raise I2CLError(
-                        f"task {self.name!r}, {split} row {number}: label {unknown[0]} is not one of 0 to "
-                        f"{len(self.labels) - 1} ({_joined(self.labels)}): correct the row or add a label "
-                        "word"
+                        f"{row}: label {unknown[0]} is not one of 0 to {len(self.labels) - 1} "
+                        f"({_joined(self.labels)}): correct the row or add a label word"
                     )
 
     def require_single_label(self, what: str, hint: str = "make one task per label") -> None:

@@ -54,12 +54,11 @@ def evaluate(
     local = {name: load.local_task(name, rows) for name in names}
 
     load.libraries()
-    from i2cl.core.recipe import RECIPES
     from i2cl.experiments.evaluation import sweep
     from i2cl.methods import METHODS, make_methods
 
     methods = list(METHODS) if method == "all" else load.split(method)
-    chosen = make_methods(methods, load.parse_settings(settings), RECIPES[recipe])
+    chosen = make_methods(methods, load.parse_settings(settings), recipe)
     tasks = [local[name] or load.task(name, rows) for name in names]
     _require_distinct("tasks", [loaded.name for loaded in tasks])
     _require_distinct("methods", [one.full_name for one in chosen])

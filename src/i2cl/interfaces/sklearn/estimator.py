@@ -8,7 +8,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -37,7 +37,7 @@ from i2cl.methods import METHODS, make_injector
 from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
-from i2cl.models.label_tokens import Scoring
+from i2cl.models.label_tokens import Scoring, require_scoring
 from i2cl.models.precision import dtype_name
 from i2cl.models.training import Settings
 from i2cl.tasks import Task, Template
@@ -373,8 +373,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         for name, value in (("evaluate", self.evaluate), ("folds", self.folds)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise I2CLError(f"{name} is {value!r}: give a whole number, 0 for none")
-        if self.scoring not in get_args(Scoring):
-            raise I2CLError(f"scoring is {self.scoring!r}: choose one of {', '.join(get_args(Scoring))}")
+        require_scoring(self.scoring)
         require_confidence(self.min_confidence)
         if self.folds:
             require_folds(self.folds)
