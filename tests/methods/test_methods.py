@@ -279,6 +279,10 @@ def test_recipe_applies_only_to_i2cl_methods():
         assert result.calibration == CalibrationConfig.recipe("released")
 
 
+def test_recipe_that_no_method_has_is_refused():
+    raises("no chosen method has the recipe 'fast'", make_methods, ["anchored", "lora"], recipe="fast")
+
+
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
 def test_nan_scores_are_refused(films, demonstrations, name):
     decoder = new_decoder("llama")

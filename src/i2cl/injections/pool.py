@@ -180,7 +180,7 @@ class InjectionPool:
         """
         queries = self._queries(texts, task_ids)
         for task in {query.task for query in queries}:
-            task.scorer.task.require_single_label("InjectionPool.predict")
+            task.scorer.task.require_single_label("InjectionPool.predict", "use Injection.predict")
         pairs = zip(queries, self.score_rows(queries), strict=True)
         return [query.task.scorer.task.labels[int(row.log_probs.argmax())] for query, row in pairs]
 

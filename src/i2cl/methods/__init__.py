@@ -57,8 +57,8 @@ def make_methods(
             ``options`` take precedence.
 
     Raises:
-        I2CLError: on an unknown method or recipe, an option of none of the methods, or one string instead of
-            a list.
+        I2CLError: on an unknown method or recipe, an option or recipe of none of the methods, or one string
+            instead of a list.
     """
     if isinstance(names, str):
         raise I2CLError(f"names is the string {names!r}: give a list, such as [{names!r}]")
@@ -69,6 +69,8 @@ def make_methods(
         if option not in known:
             choices = ", ".join(known) or "(no options)"
             raise I2CLError(f"no chosen method has the option {option!r}: choose from {choices}")
+    if recipe != "paper" and not any(issubclass(_find(part), I2CL) for part in chosen):
+        raise I2CLError(f"no chosen method has the recipe {recipe!r}: leave it out, or choose i2cl")
     return [_build(_split(name), options, find_recipe(recipe)) for name in names]
 
 
