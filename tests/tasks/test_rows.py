@@ -374,9 +374,6 @@ def test_unreadable_rows_are_refused_by_both_readers(tmp_path, name, content, me
 
 # files whose label words cannot be derived
 UNDERIVABLE = [
-    ("a.csv", "text,label\nx,0\ny,1\n", "pass the label words"),
-    ("a.csv", "text,label\nx,0.0\ny,1.0\n", "pass the label words"),
-    ("a.jsonl", '{"text": "x", "label": 0}', "pass the label words"),
     ("a.csv", "text,label\nx,ham\ny,ham\n", "every label is 'ham'"),
     ("a.csv", "text,label\nx,ham\ny,\n", "row 3: the label is empty: fill it in or delete the row"),
 ]
@@ -592,6 +589,17 @@ def test_all_unusable_rows_are_named_or_skipped(tmp_path):
     assert len(caught.value.rows) == 100
 
 
+@pytest.mark.parametrize("ending", ["", ".0"])
+@pytest.mark.parametrize("number", [0, 1, 4, -1])
+def test_ids_do_not_count_label_words_that_are_numbers(tmp_path, ending, number):
+    path = write(tmp_path, "a.csv", "".join(("text,label\n", *(f"x,{one}{ending}\n" for one in (2, 3, 5)))))
+    _, lookup = read_labelled(path)
+    assert lookup.find(3) == lookup.find("3.0") == 1
+    test = write(tmp_path, "b.csv", f"text,label\nx,{number}\n")
+    allowed = ", ".join(lookup.labels)
+    assert f"label '{number}' is not one of {allowed}: correct it" in failure(test, lookup)
+
+
 def test_numbers_from_one_are_labels(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,1\ny,2\nz,10\n")
     assert read_labelled(path)[1].labels == ("1", "2", "10")
@@ -640,7 +648,7 @@ def test_a_problem_of_every_row_is_named_once(tmp_path):
     value = failure(path)
     assert f"{path}: none of the 30 rows can be used: no text column 'text' and no label column" in value
     assert "line" not in value.removeprefix(str(path))
-    assert "keys of nested objects are not read: flatten them" in value
+    assert "keys of nested objects are not read: flatten them first, such as jq -c '.[] | {text:" in value
 
 
 def test_number_is_one_label_as_int_float_or_string(tmp_path):

@@ -335,7 +335,8 @@ def _row_from_object(record: Any, columns: Columns, place: str) -> Row:
         raise RowError(f"{preview(record)} is not an object: write one with {names}", place)
     hint = ""
     if any(isinstance(value, dict) for value in record.values()):
-        hint = "; keys of nested objects are not read: flatten them first (pandas.json_normalize)"
+        command = ".[] | {text: .data.text, label: .annotations[0].result[0].value.choices[0]}"
+        hint = f"; keys of nested objects are not read: flatten them first, such as jq -c '{command}' FILE"
     columns.require(list(record), place, hint)
     return Row(place, tuple(record[column] for column in columns.names))
 

@@ -39,8 +39,8 @@ class LabelLookup:
     """Maps label cells to class ids: by exact word, else ignoring case, else by number.
 
     Words are compared in Unicode NFC. Underscores in a cell also match spaces, as in names of intents.
-    Numbers count from 1 if those in the file run from 1 to the number of words, else from 0. If the cells
-    are booleans, false is 0 and true is 1.
+    Numbers are class ids, unless label words are numbers. They count from 1 if those in the file run from 1
+    to the number of words, else from 0. If the cells are booleans, false is 0 and true is 1.
 
     Args:
         labels: label words in the order of their ids, or a dict from each code in the file to its label word;
@@ -79,23 +79,20 @@ class LabelLookup:
         # words that differ only in case need an exact match
         folded = {word.casefold(): index for word, index in self._ids.items()}
         self._folded = {word: index for word, index in folded.items() if counts[word] == 1}
-        self._numbers = {as_integer(code): self._ids[code] for code in codes}
-        self._numbers = self._numbers or dict(enumerate(range(len(self.labels)), start=first))
-        self.allowed = ", ".join(f"{code} ({word})" for code, word in codes.items())
-        if not codes:
+        self._numbers = {as_integer(word): index for word, index in self._ids.items()}
+        self.allowed = ", ".join(f"{code} ({word})" for code, word in codes.items()) or ", ".join(self.labels)
+        if not codes and self._numbers.keys() == {None}:
+            self._numbers = dict(enumerate(range(len(self.labels)), start=first))
             last = first + len(self.labels) - 1
             id_range = f"ids {first} to {last}" if last > first else f"id {first}"
-            self.allowed = f"{', '.join(self.labels)} (or the {id_range})"
+            self.allowed += f" (or the {id_range})"
 
     def find(self, label: object) -> int | None:
         """Return the class id that a cell names, or None."""
         word = str(label).strip() if isinstance(label, float) else cell_word(label)
         if word is None:
             return None
-        number = as_integer(word)
-        if word not in self._ids and str(number) in self._ids:  # 1.0 means the label word "1" if there is one
-            word = str(number)
-        folded = word.casefold()
+        folded, number = word.casefold(), as_integer(word)
         tables = (self._ids, word), (self._folded, folded), (self._folded, folded.replace("_", " "))
         index = next((table[key] for table, key in tables if key in table), None)
         return self._numbers.get(number) if index is None and number is not None else index

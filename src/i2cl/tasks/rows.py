@@ -129,8 +129,8 @@ def read_labelled(
 ) -> tuple[tuple[Example, ...], LabelLookup]:
     """Read the labelled examples of a file.
 
-    A label cell is a label word (exact, else ignoring case) or a class id counted from 0 or from 1. A cell
-    that could be either is read as a word.
+    A label cell is a label word (exact, else ignoring case) or, if no label word is a number, a class id
+    counted from 0 or from 1.
 
     In a file of a multi-label task, a row has any number of labels: in a JSON list, in one cell with a
     separator, or in one column of zeros and ones per label.
@@ -394,22 +394,11 @@ def _require_not_swapped(path: Path, rows: Sequence[Row], text_column: str, labe
 
 
 def _derive_labels(path: Path, rows: Sequence[Row], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the known label words and the others of a file, sorted.
-
-    Numbers from 1, such as stars, are accepted as words. Ids from 0 are rejected, because they carry no
-    meaning.
-    """
+    """Return the known label words and the others of a file, sorted."""
     words = {_label_word(row, cell) for row in rows for cell in row.values[1:]}
     if known:
         lookup = LabelLookup(known)
         return (*known, *sort_labels(word for word in words if lookup.find(word) is None))
-    ids = {as_id(word) for word in words}
-    if 0 in ids and None not in ids:
-        some_ids = ", ".join(sort_labels(words)[:8])
-        raise RowError(
-            f"{path}: the labels are numbers ({some_ids}): pass the label words (--labels), one for each in "
-            "this order"
-        )
     if not words:
         raise RowError(f"{path}: no row has a label: add some")
     if len(words) == 1:

@@ -70,7 +70,7 @@ class Survey:
 
     def record(self) -> dict[str, Any]:
         """Return counts and likely mistakes as JSON-serializable values."""
-        names = ("rows", "distinct", "labels", "unlabelled", "separator", "typos", "contradictions")
+        names = ("rows", "distinct", "labels", "unlabelled", "separator", "codes", "typos", "contradictions")
         return {name: getattr(self, name) for name in names}
 
 

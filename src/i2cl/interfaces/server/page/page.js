@@ -99,6 +99,7 @@ function showRows({ data, test_rows }) {
   const warnings = Object.entries(data.typos).map(([label, other]) =>
     `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? They are two labels now.`);
   for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
+  if (data.codes) warnings.push(`The labels are ${data.codes}, which mean nothing to the model: use words.`);
   if (data.separator) warnings.push(`Some labels look like several, separated by "${data.separator}": enter it as the label separator.`);
   const more = data.contradicting - data.contradictions.length;
   if (more > 0) warnings.push(`${more} more ${more === 1 ? "text has" : "texts have"} several labels.`);
