@@ -3,6 +3,7 @@
 import json
 from contextlib import redirect_stdout
 from io import StringIO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from export.cases import (
 from fitting import raises, weighted
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, export_causal_lm, golden, make_golden, verify
+from i2cl.export.folding import save_model
 from i2cl.export.golden import GOLDEN
 from i2cl.models.checkpoint import INDEX
 
@@ -62,6 +64,13 @@ def test_the_exported_causal_lm_has_a_text_generation_card_and_pads_on_the_left(
     assert tokenizer.padding_side == "left"
     assert tokenizer.pad_token is not None
     assert decoder.tokenizer.padding_side == "right"
+
+
+def test_other_errors_of_a_save_are_not_reported_as_a_bad_shard_size(tmp_path, monkeypatch):
+    model = drawn("llama")[0].model
+    monkeypatch.setattr(model, "save_pretrained", Mock(side_effect=ValueError("bad generation config")))
+    with pytest.raises(ValueError, match=r"^bad generation config$"):
+        save_model(model, tmp_path, "5GB")
 
 
 @pytest.mark.parametrize("case", ["gpt_neox", "llama", "gpt2"])

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -308,12 +309,13 @@ def fold(decoder: Decoder, injection: Injection) -> PreTrainedModel:
 def save_model(model: PreTrainedModel, folder: Path, max_shard_size: int | str) -> None:
     """Write a model to an existing folder. Raises I2CLError on an invalid shard size."""
     try:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)  # only parses the size
     except ValueError as error:
         hint = "give one such as 500MB or 5GB"
         raise I2CLError(
             f"{max_shard_size!r} is not a valid shard size ({first_line(error)}): {hint}"
         ) from None
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
