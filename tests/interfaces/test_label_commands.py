@@ -62,7 +62,7 @@ def test_label_fit_suggest_again_and_review(folder, stdout, refused):
 
 def test_next_command_of_suggest_keeps_the_prompt_and_the_model_options(folder, stdout):
     prompt = ("--template", "Note: {text}\\nMood: {label}", "--instruction", "Sort.", "--dtype", "float32")
-    out = stdout(*NEW, *prompt, "-o", "first.csv")
+    out = stdout(*NEW[:4], "blue=b,red=r", *NEW[5:], *prompt, "-o", "first.csv")
     command = out.splitlines()[-1].removeprefix("Next: fill in the column label, then ")
     words = ["i2cl", "fit", "reference", "first.csv", "--labels", "blue,red", *prompt, "-o", "TASK"]
     assert shlex.split(command) == words
@@ -154,8 +154,9 @@ def test_review_names_each_of_two_equal_rows_and_skips_a_list(folder, stdout):
     [
         ((*NEW[:3], "-o", "new.csv"), "'reference' is a model, not a fitted task: name the labels"),
         ((*NEW[:4], "blue", "-o", "new.csv"), "has 1 label word(s), blue: give at least two"),
+        ((*NEW[:4], "blue=b,red", "-o", "new.csv"), "'red' is not NAME=CODE"),
         ((*NEW[:4], "blue,,red", "-o", "new.csv"), "label word '' is empty"),
-        ((*NEW, "-o", "texts.txt"), "'texts.txt' already exists"),
+        ((*NEW, "-o", "texts.txt"), "'texts.txt' exists and may hold your labels"),
         ((*NEW[:-1], 25, "-o", "new.csv"), "texts.txt has 24 distinct texts without a label, fewer than 25"),
         (("suggest", "reference", "no.csv", *NEW[3:], "-o", "new.csv"), "no.csv"),
         (("suggest", "reference", "broken.csv", *NEW[3:], "-o", "new.csv"), "broken.csv row 3: 2 cells but"),

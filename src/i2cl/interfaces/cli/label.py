@@ -21,7 +21,7 @@ from i2cl.storage.atomic import new_file, require_new_file
 from i2cl.storage.layout import DESCRIPTION
 from i2cl.tasks import Example
 from i2cl.tasks.formats import Columns, Row, rows_or_errors
-from i2cl.tasks.labels import name_labels
+from i2cl.tasks.labels import LabelLookup, name_labels
 from i2cl.tasks.rows import BadRows, read_labelled, read_queries
 from i2cl.tasks.sample import sample_texts
 from i2cl.tasks.template import DEFAULT_TEMPLATE
@@ -70,6 +70,8 @@ def suggest(
 
     The choice covers all kinds of texts without a label. A fitted task proposes better labels than a model.
     """
+    if output.is_file():
+        raise I2CLError(f"{str(output)!r} exists and may hold your labels: delete it, or choose another name")
     require_new_file(output)
     load.require_options(loading)
     injection = None if labels is not None else _fitted_task(source, rows, places)
@@ -283,7 +285,8 @@ def _new_task(model: str, labels: str, rows: TaskOptions) -> "Task":
     if (Path(model) / DESCRIPTION).is_file():
         raise I2CLError(f"{model!r} is a fitted task, with labels: leave out --labels")
     load.require_model(model)
-    return Task("texts", tuple(load.split(labels)), Template(load.template(rows, None) or DEFAULT_TEMPLATE))
+    words = LabelLookup(load.label_words(labels)).labels
+    return Task("texts", words, Template(load.template(rows, None) or DEFAULT_TEMPLATE))
 
 
 def _read_texts(
