@@ -336,7 +336,6 @@ CASES = {
     "fit: bad dtype": (f"{EARLY_FIT} --dtype int3", "'--dtype': 'int3' is not one of"),
     "fit: bad device map": (f"{EARLY_FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{EARLY_FIT} --set epochs", "is not NAME=VALUE"),
-    "fit: bad folds": (f"{EARLY_FIT} --folds 1", "give 2 or more"),
     "fit: bad target accuracy": (
         f"{EARLY_FIT} --target-accuracy 3",
         "target accuracy must be at least 0.5 and below 1, got 3.0",

@@ -83,7 +83,7 @@ def test_cross_validation_time_is_announced(call, model, tmp_path):
     out, _ = fitted(call, model, path, tmp_path / "a")
     times = r"about \d+ s to fit, then about \d+ s to cross-validate"
     assert re.search(rf"^All 12 rows used: {times}\.$", out, re.M)
-    out, _ = fitted(call, model, path, tmp_path / "b", "--folds", "0")
+    out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0")
     assert re.search(r"^All 12 rows used: about \d+ s\.$", out, re.M)
 
 
@@ -151,13 +151,15 @@ def test_bad_rows_are_reported_or_skipped(call, refused, model, tmp_path):
     assert "All 24 rows used" in out
 
 
-def test_numeric_labels_can_be_named(call, model, tmp_path):
-    rows = [(text, str(1 + place % 2)) for place, (text, _) in enumerate(ROWS)]
+@pytest.mark.parametrize("first", [-1, 0, 1])
+def test_numeric_labels_can_be_named(call, model, tmp_path, first):
+    rows = [(text, str(first + place % 2)) for place, (text, _) in enumerate(ROWS)]
     path = write(tmp_path / "stars.csv", rows)
     out, _ = fitted(call, model, path, tmp_path / "a", "--evaluate", "0")
-    line = "The labels are numbers: name them for the model with --labels 'NAME=1,NAME=2'."
+    line = f"The labels are numbers: name them for the model with --labels 'NAME={first},NAME={first + 1}'."
     assert line in " ".join(out.split())
-    out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0", "--labels", "poor,good")
+    named = ("--labels", f"poor={first},good={first + 1}")
+    out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0", *named)
     assert "Labels: poor 12, good 12." in out
     assert "The labels are numbers" not in out
 

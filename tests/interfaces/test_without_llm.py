@@ -118,7 +118,7 @@ def test_two_text_experts_are_pooled_and_evaluated(call, home, tmp_path, words_e
     assert all(weight > 0 for weight in others)
 
 
-@pytest.mark.parametrize(("words", "texts"), [((), 48), (("--keep-back", "0", "--folds", "2"), 60)])
+@pytest.mark.parametrize(("words", "texts"), [((), 48), (("--keep-back", "0"), 120)])
 def test_texts_that_a_baseline_embeds_are_counted(
     call, home, tmp_path, words_encoder, monkeypatch, words, texts
 ):

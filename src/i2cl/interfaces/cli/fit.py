@@ -42,12 +42,6 @@ def _shots(value: str) -> str:
     return value
 
 
-def _folds(value: int) -> int:
-    if value == 1:
-        raise typer.BadParameter("1 fold leaves no rows to fit on: give 2 or more, or 0 for none")
-    return value
-
-
 def _target_accuracy(value: float | None) -> float | None:
     if value is not None and not 0.5 <= value < 1:
         raise typer.BadParameter(f"target accuracy must be at least 0.5 and below 1, got {value!r}")
@@ -133,19 +127,14 @@ class EvaluationOptions:
     evaluate: int = opt(
         160,
         "Evaluate the fit beside baselines on up to this many held-out rows (at least one per label): test "
-        "rows, or training rows that are not demonstrations; 0 for no evaluation.",
+        "rows, or training rows that are not demonstrations; a cross-validation if these are missing or lack "
+        "a label; 0 for no evaluation.",
         min=0,
     )
     compare: str | None = opt(
         None,
         "Further methods for the table of baselines, separated by commas, such as menu,few_shot+label_prior; "
         "`i2cl ls methods` lists them.",
-    )
-    folds: int = opt(
-        3,
-        "Folds of the cross-validation, which runs if held-out rows are missing or lack a label; 0 for none.",
-        min=0,
-        callback=_folds,
     )
     threshold: Literal["0.5", "f1"] | None = opt(
         None,
@@ -207,7 +196,7 @@ def fit(
     decoder = load.decoder(model, load.with_default_dtype(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     drawn = draw_rows(decoder, loaded)
-    plan = plan_evaluation(loaded, drawn.demonstrations, evaluation.evaluate, evaluation.folds, seed)
+    plan = plan_evaluation(loaded, drawn.demonstrations, evaluation.evaluate, seed=seed)
     plan = replace(plan, compare=compare)
     if rows.test is not None:
         _report_known_test_rows(loaded, drawn)
@@ -359,7 +348,7 @@ def _observer(bar: console.Bar, plan: "EvaluationPlan", output: Path) -> Any:
             if plan.folds:
                 console.note(
                     f"no held-out rows of every label: running {plan.folds}-fold cross-validation, up to "
-                    f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
+                    f"{console.duration((plan.folds - 1) * seconds)} (--evaluate 0 skips it)"
                 )
             if plan.rows:
                 methods = _count_methods(plan, is_multi_label=injection.task.multi_label)
@@ -461,9 +450,10 @@ def _show_evaluation(injection: "Injection") -> str:
 
     evaluation = injection.evaluation
     heading, rows = score_table(evaluation)
-    if injection.task.multi_label:  # more scores, which would make the table wider than 80 columns
-        heads = {name: name for name in rows[0] if name != "bytes"} | {"macro-F1": "macro"}
-        rows = [{head: row[name] for name, head in heads.items()} for row in rows]
+    heads = {name: name for name in rows[0] if name != "bytes"}  # the table would exceed 80 columns
+    if injection.task.multi_label:  # more scores
+        heads["macro-F1"] = "macro"
+    rows = [{head: row[name] for name, head in heads.items()} for row in rows]
     console.say(f"\n{heading}")
     console.print_table("", rows)
     for note in score_notes(evaluation):

@@ -43,7 +43,7 @@ def update(
     output: Path | None = opt(None, "Folder for the new artefact; default: replace it.", "--output", "-o"),
     labels: LabelOptions,
     rows: Annotated[TaskOptions, COLUMNS],
-    evaluation: Annotated[EvaluationOptions, ("evaluate", "folds", "threshold")],
+    evaluation: Annotated[EvaluationOptions, ("evaluate", "threshold")],
     places: PlaceOptions,
     loading: ModelOptions,
     json: options.Json = False,
@@ -96,7 +96,7 @@ def update(
     all_rows = Draw(task.train, len(task.train), len(task.train))
     if injection.head.uses_llm:
         all_rows = all_rows.timed(decoder, task, method, ensemble)
-    plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
+    plan = plan_evaluation(task, task.train, evaluation.evaluate, seed=injection.seed)
     survey, summary = fit.describe_rows(task, decoder, all_rows, plan, updates=True)
     if not json:
         console.say(summary, wrapped=True)
