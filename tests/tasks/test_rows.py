@@ -481,35 +481,6 @@ def test_missing_column_gets_a_suggestion(tmp_path):
     value = failure(path, text_column="mesage", label_column="topic")
     problem = "no text column 'mesage', the columns are Message, topic"
     assert f"{problem}: did you mean 'Message'? name it in text_column (--text-column)" in value
-    path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
-    assert "if the file has no header, add one that names its 2 columns" in failure(path, labels=None)
-
-
-@pytest.mark.parametrize(
-    ("first_line", "columns"),
-    [("0,NO_QUERY,it is late", "3 columns"), ("I was charged twice", "column"), ("v1,v2", "")],
-)
-def test_header_is_suggested_only_if_the_first_line_looks_like_data(tmp_path, first_line, columns):
-    message = query_failure(write(tmp_path, "a.csv", f"{first_line}\n"), column="v9")
-    assert ("no header" in message) == bool(columns)
-    assert message.endswith(f"add one that names its {columns}") == bool(columns)
-    assert f"the columns are {first_line.replace(',', ', ')}: say which" in message
-
-
-def test_error_for_cells_in_apostrophes_names_the_quote_character(tmp_path):
-    hint = 'the cells are quoted with \', not with ": write the file again with " (pandas: read_csv with'
-    rows = "label;text\nA;'one; two'\nB;'it''s three; four; five'\nA;six\n"
-    with pytest.warns(ReadAsWarning, match="semicolons"):
-        message = failure(write(tmp_path, "a.csv", rows), labels=None)
-    assert f"2 of 3 rows cannot be used: rows 2 and 3: {hint}" in message
-    with pytest.warns(ReadAsWarning, match="semicolons"):
-        message = failure(write(tmp_path, "b.csv", rows + 'A;"Seven," he said\n'), labels=None)
-    assert f"row 5: ';' expected after '\"': {hint}" in message
-
-
-def test_apostrophes_in_texts_are_not_taken_for_quotes(tmp_path):
-    path = write(tmp_path, "a.csv", "text,label\nit's one, and 'two',good\n'three',bad\n")
-    assert "row 2: 3 cells but the header has 2: quote cells" in failure(path)
 
 
 @pytest.mark.parametrize("again", ["text,label", "\ufefftext, label"])

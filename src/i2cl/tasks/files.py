@@ -23,19 +23,6 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open,
 COMPRESSION_SUFFIXES = (*_OPENERS, ".zip")
 _DECOMPRESSION_ERRORS = (EOFError, OSError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 
-_DECOMPRESS = "decompress it, or give its path with the suffix"
-# Binary formats by their first bytes: what the file is, and what to do.
-_BINARY_FORMATS = {
-    b"\x1f\x8b": ("compressed with gzip", f"{_DECOMPRESS} .gz"),
-    b"BZh": ("compressed with bzip2", f"{_DECOMPRESS} .bz2"),
-    b"\xfd7zXZ\0": ("compressed with xz", f"{_DECOMPRESS} .xz"),
-    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "decompress it, or use gzip"),
-    b"PK\x03\x04": ("an Excel, Word or OpenDocument file or a zip archive", "save it as .xlsx or CSV"),
-    b"PAR1": ("a Parquet file", "give its path with the suffix .parquet"),
-    b"ARROW1": ("an Arrow file", "write it as Parquet"),
-    b"\xd0\xcf\x11\xe0": ("an old Excel or Word file", "save it as .xlsx or CSV"),
-    b"%PDF": ("a PDF file", "copy its text into a CSV file"),
-}
 _CONTROL_BYTES = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")  # do not occur in text files
 
 
@@ -135,7 +122,6 @@ def decode_lines(file: IO[bytes], name: str, encoding: str = UTF_8) -> Iterator[
     offset = 0  # bytes before the line
     for number, line in enumerate(file, start=1):
         if number == 1:
-            _check_not_binary(line, name)
             _warn_of_encoding(name, encoding)
         if b"\0" in line:
             raise RowError(
@@ -151,12 +137,6 @@ def decode_lines(file: IO[bytes], name: str, encoding: str = UTF_8) -> Iterator[
             ) from error
         offset += len(line)
         yield decoded.removeprefix("\ufeff") if number == 1 else decoded
-
-
-def _check_not_binary(line: bytes, name: str) -> None:
-    for magic, (kind, hint) in _BINARY_FORMATS.items():
-        if line.startswith(magic):
-            raise RowError(f"{name} is {kind}, not text: {hint}")
 
 
 def _warn_of_encoding(name: str, encoding: str) -> None:

@@ -47,13 +47,7 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _SEPARATOR_LINE = re.compile("sep=([,;\t|])")  # Excel writes and reads it as the first line
 _MAX_CELL_CHARACTERS = 2**31 - 1
 _PARQUET_BATCH_ROWS = 4096  # rows in memory at a time
-_APOSTROPHES_HINT = (
-    'the cells are quoted with \', not with ": write the file again with " '
-    '(pandas: read_csv with quotechar="\'", then to_csv)'
-)
 _REPEATED_HEADER = "the header is repeated: delete the row"
-_NUMBER = re.compile(r"[-+]?\d[\d.,]*")
-_MIN_TEXT_WORDS = 4  # of a cell of the first line that looks like a text, not like the name of a column
 _MAX_PREVIEW_CHARACTERS = 60
 _MAX_LISTED_CHARACTERS = 200
 
@@ -81,11 +75,7 @@ class Columns:
 
     def positions(self, header: Sequence[str], place: str) -> list[int]:
         """Return the index of each column in a header. Raises RowError if one is missing or repeated."""
-        hint = ""
-        if any(map(_looks_like_data, header)):
-            columns = f"{len(header)} columns" if len(header) > 1 else "column"
-            hint = f"; if the file has no header, add one that names its {columns}"
-        self.require(header, place, hint)
+        self.require(header, place)
         if repeated := [column for column in self.names if list(header).count(column) > 1]:
             raise RowError(f"the header names column {repeated[0]!r} twice: rename one of them", place)
         return [header.index(column) for column in self.names]
@@ -111,11 +101,6 @@ class Columns:
             advice = f"{guess}name it in " if guess else f"say which one holds the {kind}: "
             advice += f"{kind}_column (--{kind}-column){hint}"
             raise RowError(f"no {kind} column {column!r}, {available}: {advice}", place)
-
-
-def _looks_like_data(cell: str) -> bool:
-    """Return whether a cell of the first line is a number or a text rather than the name of a column."""
-    return _NUMBER.fullmatch(cell) is not None or len(cell.split()) >= _MIN_TEXT_WORDS
 
 
 def preview(value: object) -> str:
@@ -233,7 +218,6 @@ def _csv_rows(
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     header: list[str] = []
     number = 0
-    uses_apostrophes = False
     try:
         # strict: otherwise an unclosed quotation mark silently swallows the rest of the file
         records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
@@ -244,8 +228,7 @@ def _csv_rows(
             if not header:
                 header = [cell.strip() for cell in cells]
                 positions = columns.positions(header, name)
-            elif problem := _row_problem(cells, header, delimiter):
-                uses_apostrophes |= problem == _APOSTROPHES_HINT
+            elif problem := _row_problem(cells, header):
                 yield RowError(problem, place)
             else:
                 yield Row(place, tuple(cells[position] for position in positions))
@@ -254,18 +237,15 @@ def _csv_rows(
         if problem == "unexpected end of data":
             problem = "the file ends inside a cell that begins with a quotation mark"
             hint = "close it, or double it if it belongs to the text"
-        hint = _APOSTROPHES_HINT if uses_apostrophes else hint
         raise RowError(f"{name} row {number + 1}: {problem}: {hint}") from error
 
 
-def _row_problem(cells: Sequence[str], header: Sequence[str], delimiter: str) -> str:
+def _row_problem(cells: Sequence[str], header: Sequence[str]) -> str:
     """Return why a row does not fit the header, or ""."""
     if _repeats_header(cells, header):
         return _REPEATED_HEADER
     if len(cells) == len(header):
         return ""
-    if _is_quoted_with_apostrophes(cells, len(header), delimiter):
-        return _APOSTROPHES_HINT
     hint = "quote cells that contain the delimiter" if len(cells) > len(header) else "complete the row"
     return f"{len(cells)} cells but the header has {len(header)}: {hint}"
 
@@ -279,15 +259,6 @@ def _repeats_header(cells: Sequence[str], header: Sequence[str]) -> bool:
         return False
     names = (cell.strip().removeprefix("\ufeff") for cell in cells)
     return all(name == column for name, column in zip(names, header, strict=True))
-
-
-def _is_quoted_with_apostrophes(cells: Sequence[str], columns: int, delimiter: str) -> bool:
-    """Return whether a row has the right number of cells if apostrophes quote them."""
-    line = delimiter.join(cells)
-    try:
-        return len(next(csv.reader([line], delimiter=delimiter, quotechar="'", strict=True), ())) == columns
-    except csv.Error:
-        return False
 
 
 def _detect_delimiter(header: str, columns: Columns, default: str) -> str:

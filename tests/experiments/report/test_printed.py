@@ -41,54 +41,6 @@ def test_every_table_is_whole(table):
         assert (printed.cached is None) == ((table.name, table.model) != ("main", "Llama2-7b"))
 
 
-INFERENCE = "Zero-shot|Few-shot (ICL)|Noise vector|Label-anchor|Task-vector|ICV|I2CL|AutoComp.|ICAE|CEPE"
-OTHERS = "Zero-shot|Few-shot (ICL)|Soft-prompt|Label-anchor|Task-vector|I2CL"
-MODULES = "Zero-shot|MHA|MLP|Hidden state|I2CL"
-FORMULAS = "Zero-shot|lambda v + a|(lambda v + (1 - lambda) a) beta|I2CL"
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "rows", "averages"),
-    [
-        ("main", LLAMA, INFERENCE, [58.13, 76.37, 34.61, 68.29, 66.16, 64.44, 75.12, 63.94, 64.83, 64.08]),
-        ("main", GPTJ, OTHERS, [61.40, 68.14, 66.08, 65.87, 64.32, 68.07]),
-        ("main", GPT2, OTHERS, [55.08, 57.19, 48.02, 51.35, 57.33, 61.55]),
-        ("main", LLAMA3, "Zero-shot|Few-shot (ICL)|I2CL", [53.47, 81.26, 81.18]),
-        ("peft", LLAMA, "Prompt-tuning|LoRA|IA3|I2CL", [54.94, 73.15, 73.00, 75.12]),
-        ("synthetic", LLAMA, "Zero-shot|Few-shot (ICL)|I2CL|I2CL (unseen demo.)", [None] * 4),
-        ("over-icl", LLAMA, "Few-shot (ICL)|I2CL|ICL+I2CL", [75.21, 73.83, 81.96]),
-        ("transfer", LLAMA, "I2CL|I2CL, with transfer", [None] * 2),
-        ("ablation-module", LLAMA, MODULES, [58.13, 66.97, 70.27, 56.80, 75.12]),
-        ("ablation-layer", LLAMA, "Zero-shot|Early|Middle|Late|I2CL", [58.13, 58.18, 64.07, 64.03, 75.12]),
-        ("ablation-position", LLAMA, "Zero-shot|Random|First|Last|I2CL", [58.13, 59.86, 62.14, 66.75, 75.12]),
-        ("ablation-noise", LLAMA, "Zero-shot|gamma = 0|gamma = 0.01|I2CL", [58.13, 72.23, 40.53, 75.12]),
-        ("ablation-formula", LLAMA, FORMULAS, [58.13, 63.63, 71.39, 75.12]),
-    ],
-)
-def test_printed_rows_and_averages(name, model, rows, averages):
-    table = printed_for(name, model)
-    assert list(table.rows) == rows.split("|")
-    assert [row.average for row in table.rows.values()] == averages
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "called", "task", "mean", "sd"),
-    [
-        ("main", LLAMA, "Zero-shot", "sst2", 83.00, None),
-        ("main", LLAMA, "Few-shot (ICL)", "dbpedia", 96.64, 0.48),
-        ("main", LLAMA, "CEPE", "mr", 82.36, 1.61),
-        ("peft", LLAMA, "LoRA", "emoc", 53.67, 16.27),
-        ("main", GPT2, "Task-vector", "subj", 71.80, 1.86),
-        ("main", LLAMA3, "Few-shot (ICL)", "subj", 62.47, 12.44),
-        ("over-icl", LLAMA, "ICL+I2CL", "subj", 89.84, 4.09),
-    ],
-)
-def test_printed_accuracies(name, model, called, task, mean, sd):
-    table = printed_for(name, model)
-    place, result = table.tasks.index(task), table.rows[called]
-    assert (result.mean[place], result.sd[place] if result.sd else None) == (mean, sd)
-
-
 def test_printed_costs_and_tasks():
     peft = printed_for("peft", LLAMA).rows.values()
     assert [result.trainable_thousands for result in peft] == [4.10, 4194.30, 262.14, 0.13]
