@@ -14,7 +14,7 @@ from sklearn import metrics
 from fitting import raises
 from i2cl import Example
 from i2cl.experiments.confidence import NAMES, confidence
-from i2cl.experiments.evaluation import SkippedWarning, evaluate, macro_f1, summarize, sweep
+from i2cl.experiments.evaluation import evaluate, macro_f1, summarize, sweep
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
 
@@ -164,12 +164,3 @@ def test_sweep_fits_a_shared_method_once(decoder, task, monkeypatch):
     assert fits == [0, 1]
     for run, method in zip(runs, [one for one in methods for _ in (0, 1)], strict=True):
         assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions
-
-
-def test_sweep_skips_unsupported_methods(decoder, task):
-    asked = {"shots": 2, "limit": 6, "workers": 1}
-    methods = make_methods(["autocompressor", "zero_shot", "cepe"])
-    with pytest.warns(SkippedWarning, match="skipped: .* has no autocompressor compressor"):
-        runs = sweep(lambda: decoder, [task], methods, [0], skip_unsupported=True, **asked)
-    assert [run.method for run in runs] == ["zero_shot"]
-    raises("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)

@@ -303,12 +303,12 @@ def test_eval_options_change_the_cost_and_print_a_table(call, stdout, home):
     assert [name for name in ("few_shot_uncached", "±", *NAMES) if name not in out] == []
 
 
-def test_eval_all_skips_methods_that_need_another_model(call, home, monkeypatch):
+def test_eval_all_lists_methods_that_need_another_model(call, home, monkeypatch):
     few = {name: METHODS[name] for name in ("zero_shot", "cepe")}
     monkeypatch.setattr("i2cl.methods.METHODS", few)
     code, out, err = call(*eval_arguments(home, "--method", "all", "--json"))
-    assert (code, [one["method"] for one in json.loads(out)]) == (0, ["zero_shot"])
-    assert "skipped: " in err
+    assert (code, err, [one["method"] for one in json.loads(out)]) == (0, "", ["zero_shot", "cepe"])
+    assert "no cepe compressor" in json.loads(out)[1]["not_run"]
 
 
 def test_check_accepts_right_and_rejects_wrong_modules(call, refused, home):

@@ -2,7 +2,6 @@
 
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods import Cost, Method, Predictor
 from i2cl.methods.base import LabelScores
-from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.postprocessing import PostProcessedPredictor, Wrapper
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
@@ -196,10 +194,6 @@ def evaluate(
     return measure(decoder, task, fitted, queries, progress)
 
 
-class SkippedWarning(UserWarning):
-    """A method was skipped because it needs another model."""
-
-
 @dataclass(frozen=True)
 class NotRun:
     """A method that could not be run with one seed, and the reason."""
@@ -224,7 +218,6 @@ class Evaluation:
         seed: seed of the draw and of the fit.
         shots: demonstrations per class; None for the task's own number.
         limit: maximum number of queries; None for all.
-        skip_unsupported: skip methods that need another model, with a `SkippedWarning`.
         keep_going: return a `NotRun` for a method that fails, instead of raising.
     """
 
@@ -233,7 +226,6 @@ class Evaluation:
     seed: int
     shots: int | None = None
     limit: int | None = None
-    skip_unsupported: bool = False
     keep_going: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
@@ -252,13 +244,10 @@ class Evaluation:
 
     @contextmanager
     def _record_failures(self, runs: list[Run | NotRun], methods: Sequence[Method]) -> Iterator[None]:
-        """Handle errors of the block as ``skip_unsupported`` and ``keep_going`` say."""
+        """With ``keep_going``, add a `NotRun` for each of the methods if the block fails."""
         try:
             yield
         except (I2CLError, RuntimeError) as error:
-            if isinstance(error, NoCompressorError) and self.skip_unsupported:
-                warnings.warn(f"skipped: {error}", SkippedWarning, stacklevel=2)
-                return
             if not self.keep_going or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
             reason = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
@@ -274,7 +263,6 @@ def sweep(
     shots: int | None = None,
     limit: int | None = None,
     workers: int | None = None,
-    skip_unsupported: bool = False,
     reword: Callable[[Task, Decoder], Task] | None = None,
     on_run: Callable[[Run], None] | None = None,
     on_failure: Callable[[NotRun], None] | None = None,
@@ -291,7 +279,6 @@ def sweep(
         shots: demonstrations per class. Default: each task's own number.
         limit: maximum number of queries per task. Default: all.
         workers: number of processes, see `run_jobs`.
-        skip_unsupported: skip methods that need another model, with a `SkippedWarning`.
         reword: changes the wording of a task for the loaded model, such as to its chat template.
         on_run: called with each finished run, in any order.
         on_failure: called with each method that fails; the others continue. Without it, the first failure
@@ -315,7 +302,7 @@ def sweep(
     for method in methods:
         fits.setdefault(innermost(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(wrappers), seed, shots, limit, skip_unsupported, on_failure is not None).run
+        Evaluation(task, tuple(wrappers), seed, shots, limit, on_failure is not None).run
         for task in tasks
         for wrappers in fits.values()
         for seed in seeds

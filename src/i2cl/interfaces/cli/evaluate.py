@@ -29,7 +29,7 @@ def evaluate(
     *,
     method: str = opt(
         "zero_shot,few_shot,noise,i2cl,anchored",
-        "Methods separated by commas, or 'all' that MODEL supports.",
+        "Methods separated by commas, or 'all'.",
         rich_help_panel=options.METHOD,
     ),
     shots: int | None = opt(None, "Demonstrations per class; default: the task's own.", min=1),
@@ -80,7 +80,6 @@ def evaluate(
             shots=shots,
             limit=limit,
             workers=workers,
-            skip_unsupported=method == "all",
             reword=reword,
             on_run=bar.run,
             on_failure=add_failure,
