@@ -1,5 +1,6 @@
 """Helpers that run commands."""
 
+import csv
 import json
 
 import pytest
@@ -26,4 +27,10 @@ def listed(folder):
 
 def jsonl(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_csv(path, header, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
     return path

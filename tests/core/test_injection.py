@@ -150,33 +150,23 @@ def test_roundtrip_is_exact(tmp_path, case, sublayers):
     assert torch.equal(*scores)
 
 
-def test_label_bias_is_saved(saved, tmp_path):
-    assert "label_bias" not in described(saved)
-    injection = make_injection(bias=(0.1 + 0.2, -1.5))
-    injection.save_pretrained(tmp_path / "new")
-    record = {"label_bias": [0.1 + 0.2, -1.5]}
-    assert described(tmp_path / "new") == described(saved) | record
-    loaded = Injection.from_pretrained(tmp_path / "new")
-    assert loaded.label_bias == injection.label_bias
-    assert torch.equal(*(one.log_probs(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
-    card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
-    assert "`label_bias` is added to the log-probabilities over the labels" in card
-    assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
-
-
-def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
+def test_temperature_and_label_bias_are_saved_unless_neutral(saved, tmp_path):
     assert Injection.from_pretrained(saved).temperature == 1
-    assert "temperature" not in described(saved)
+    assert not {"temperature", "label_bias"} & set(described(saved))
+    assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
     make_injection(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
-    make_injection(temperature=2.25, bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
-    record = {"temperature": 2.25, "label_bias": [0.5, 0.0]}
+    injection = make_injection(temperature=2.25, bias=(0.1 + 0.2, -1.5))
+    injection.save_pretrained(tmp_path / "new")
+    record = {"temperature": 2.25, "label_bias": [0.1 + 0.2, -1.5]}
     assert described(tmp_path / "new") == described(saved) | record
-    assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
+    loaded = Injection.from_pretrained(tmp_path / "new")
+    assert (loaded.temperature, loaded.label_bias) == (2.25, injection.label_bias)
+    assert torch.equal(*(one.log_probs(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "are divided by the `temperature`, 2.25. This does not change predicted labels" in card
-    assert "`label_bias` is added" in card
+    assert "`label_bias` is added to the log-probabilities over the labels" in card
 
 
 def test_word_weights_are_saved(saved, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from commands import run
+from commands import run, write_csv
 from fitting import raises
 from i2cl import (
     Decoder,
@@ -47,12 +47,6 @@ TEMPLATE = "Text: {text}\nLabel: {label}"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("home") / "model")
-
-
-def write_csv(path, header, rows):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    return path
 
 
 def separated(path):

@@ -109,12 +109,6 @@ def test_unknown_language_is_reported(call, model, tmp_path):
     assert re.search(r"needs \d\.\d tokens per character of these texts", err)
 
 
-def test_loss_no_better_than_guessing_is_reported(call, model, tmp_path):
-    path = write(tmp_path / "mine.csv", ROWS)
-    err = call("fit", model, path, "-o", tmp_path / "new", "--set", "prior_std=0.001", "--evaluate", "0")[2]
-    assert "the loss is no better than guessing" in err
-
-
 def test_class_weights_reach_the_fit_and_the_recorded_command(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
     more = ("--class-weight", "balanced", "--evaluate", "0")
@@ -124,13 +118,6 @@ def test_class_weights_reach_the_fit_and_the_recorded_command(call, model, tmp_p
     assert weighted.settings["class_weight"] == "balanced"
     assert "--class-weight balanced" in weighted.command
     assert not weighted.context.equal(plain.context)
-
-
-def test_class_weights_without_effect_are_reported(call, model, tmp_path):
-    path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
-    more = ("--shots", "1", "--class-weight", "balanced", "--evaluate", "0")
-    err = call("fit", model, path, "-o", tmp_path / "new", *more)[2]
-    assert "--class-weight balanced changes nothing: the classes have equally many" in err
 
 
 @pytest.mark.parametrize("weights", ["even", ""])

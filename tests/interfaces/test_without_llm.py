@@ -1,6 +1,5 @@
 """Tasks that are fitted without the LLM: nothing runs the model for them, and predictions do not load it."""
 
-import csv
 import io
 import json
 import re
@@ -11,7 +10,7 @@ import torch
 from rich.console import Console
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from commands import run
+from commands import run, write_csv
 from fitting import raises, random_injection
 from i2cl import (
     Decoder,
@@ -41,12 +40,6 @@ TASK = Task(
     Template("Ticket: {text}\nTopic: {label}"),
     train=tuple(Example(text, WORDS.index(word)) for text, word in ROWS),
 )
-
-
-def write_csv(path, header, rows):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    return path
 
 
 def fit_text_experts(decoder, task=TASK, experts=("tfidf",)):

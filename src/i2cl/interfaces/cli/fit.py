@@ -1,8 +1,6 @@
 """`i2cl fit`: its options, what it prints, and the command line that a model card repeats."""
 
-import math
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from i2cl.tasks.survey import Survey
 
 _NAME_OR_PATH = ("model", "task", "artefact", "encoder")  # parameters of type str that may be paths
-GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
 MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
 MAX_SNIPPET = 50  # characters of such a text
 MAX_CODES = 4  # label codes in a suggested --labels
@@ -202,10 +199,6 @@ def fit(
         _report_known_test_rows(loaded, drawn)
     if request.target is not None:
         plan.require_target(request.target)
-    if method_options.class_weight == "balanced":
-        counts = Counter(row.label for row in drawn.demonstrations)
-        if len(set(counts.values())) == 1:
-            console.note("--class-weight balanced changes nothing: the classes have equally many examples")
     survey, summary = describe_rows(loaded, decoder, drawn, plan) if from_file else (None, "")
     expected_seconds = (drawn.seconds or 0) + drawn.evaluation_seconds(plan.rows, plan.folds)
     if summary and not json:
@@ -394,9 +387,6 @@ def _show_fit(
         loss = f"loss {history[0]:.3f} -> {history[-1]:.3f}" if history else "not calibrated"
         summary = f"{' with '.join(filter(None, (method, experts)))}, {count} demonstrations, {loss}"
     console.say(f"Saved {output}: {injection.task.name} by {summary}, {seconds:.1f} s.")
-    guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(labels))
-    if history and method and method.startswith("anchored") and history[-1] > guess:
-        console.note("the loss is no better than guessing: give more rows, or use another model")
     if LABEL_PRIOR in injection.settings:
         console.say(f"Label prior: {describe_prior(labels, injection.settings[LABEL_PRIOR])}")
     threshold = ""
@@ -552,20 +542,11 @@ def _about(seconds: float | None) -> str:
 
 def _unlabelled_texts(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
     """Read the file of ``--unlabelled``, once, as it may be a pipe; return an empty list without one."""
-    from i2cl.tasks.rows import BadRows, read_queries
-
     if method_options.unlabelled is None:
         if method_options.prior is not None:
             raise I2CLError("--prior needs unlabelled texts: give them with --unlabelled FILE")
         return []
-    source = str(method_options.unlabelled)
-    queries = list(read_queries(source, column=rows.text_column, skip=True))
-    bad = BadRows(source)
-    bad.add(*(query.error for query in queries if query.error is not None))
-    bad.raise_unless_skipped(len(queries), skip=rows.skip_bad_rows)
-    if bad.count:
-        console.note(f"{source}: skipped {bad.count} rows without a usable text")
-    return [query.text for query in queries if query.error is None]
+    return list(load.texts(str(method_options.unlabelled), rows))
 
 
 def _prior_shares(method_options: MethodOptions, task: "Task") -> list[float] | None:

@@ -3,7 +3,7 @@
 import csv
 import shlex
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from i2cl.storage.layout import DESCRIPTION
 from i2cl.tasks import Example
 from i2cl.tasks.formats import Columns, Row, rows_or_errors
 from i2cl.tasks.labels import LabelLookup, name_labels
-from i2cl.tasks.rows import BadRows, read_labelled, read_queries
+from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.sample import sample_texts
 from i2cl.tasks.template import DEFAULT_TEMPLATE
 
@@ -79,7 +79,12 @@ def suggest(
     known: Sequence[Example] = ()
     if choice.labelled is not None:
         known, _ = read_labelled(choice.labelled, task.labels, multi_label=False, skip=rows.skip_bad_rows)
-    candidates = _read_texts(texts, rows, choice, known)
+    candidates = sample_texts(
+        load.texts(texts, rows),
+        max(choice.pool, choice.number),
+        seed=choice.seed,
+        exclude=[row.text for row in known],
+    )
     if not candidates:
         raise I2CLError(f"every text of {texts} is labelled in {choice.labelled}: add texts")
     if choice.number > (count := len(candidates)):
@@ -119,18 +124,13 @@ def suggest(
     if unused:
         console.say(f"No text has the label {name_labels(unused)} yet: label one, or fit without it.")
     if injection is None:
-        words = [source, str(output), "--labels", ",".join(task.labels), *_prompt_options(rows)]
+        prompt = {"template": _on_one_line(rows.template or ""), "chat": rows.chat}
+        prompt |= {"instruction": rows.instruction}
+        words = [source, str(output), "--labels", ",".join(task.labels), *_given(prompt)]
     else:
         words = [places.model or injection.base.name, str(output), *_prompt_of(task, injection.command)]
-    command = shlex.join(["i2cl", "fit", *words, *_model_options(loading)])
+    command = shlex.join(["i2cl", "fit", *words, *_given(vars(loading))])
     console.say(f"Next: fill in the column label, then {command} -o TASK")
-
-
-def _prompt_options(rows: TaskOptions) -> list[str]:
-    """Return the given options of the prompt, for `fit`."""
-    words = [] if rows.template is None else ["--template", _on_one_line(rows.template)]
-    words += ["--chat"] if rows.chat else []
-    return words if rows.instruction is None else [*words, "--instruction", rows.instruction]
 
 
 def _prompt_of(task: "Task", command: str) -> list[str]:
@@ -146,15 +146,17 @@ def _prompt_of(task: "Task", command: str) -> list[str]:
     return ["--chat", *words[start : start + 2]]
 
 
+def _given(options: Mapping[str, object]) -> list[str]:
+    """Return options, by name, as words of a command; those without a value are left out."""
+    words = []
+    for name, value in options.items():
+        if value:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
 def _on_one_line(template: str) -> str:
     return template.replace("\n", "\\n")  # as `fit` reads it
-
-
-def _model_options(loading: ModelOptions) -> list[str]:
-    """Return the given options of loading a model, for `fit`."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(loading).items() if value}
-    words = [[option] if value is True else [option, str(value)] for option, value in given.items()]
-    return list(chain.from_iterable(words))
 
 
 def _write_suggestions(
@@ -287,27 +289,3 @@ def _new_task(model: str, labels: str, rows: TaskOptions) -> "Task":
     load.require_model(model)
     words = LabelLookup(load.label_words(labels)).labels
     return Task("texts", words, Template(load.template(rows, None) or DEFAULT_TEMPLATE))
-
-
-def _read_texts(
-    source: str, rows: TaskOptions, choice: ChoiceOptions, labelled: Sequence[Example]
-) -> list[str]:
-    """Read a file of texts, and return up to ``choice.pool`` distinct ones that are not labelled."""
-    bad, total = BadRows(source), 0
-
-    def usable() -> Iterator[str]:
-        nonlocal total
-        for query in read_queries(source, column=rows.text_column, skip=True):
-            total += 1
-            if query.error is None:
-                yield query.text
-            else:
-                bad.add(query.error)
-
-    texts = sample_texts(
-        usable(), max(choice.pool, choice.number), seed=choice.seed, exclude=[row.text for row in labelled]
-    )
-    bad.raise_unless_skipped(total, skip=rows.skip_bad_rows)
-    if bad.count:
-        console.note(f"{source}: skipped {bad.count} rows without a usable text")
-    return texts

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -174,6 +174,25 @@ def template(options: TaskOptions, default: str | None) -> str | None:
     if options.template is not None:
         return options.template.replace("\\n", "\n")
     return CHAT_PLACEHOLDER if options.chat else default
+
+
+def texts(source: str, options: TaskOptions) -> Iterator[str]:
+    """Yield the usable texts of a file. Reports the other rows at its end.
+
+    Raises I2CLError if there are other rows, unless ``--skip-bad-rows`` is given.
+    """
+    from i2cl.tasks.rows import BadRows, read_queries
+
+    bad, total = BadRows(source), 0
+    for query in read_queries(source, column=options.text_column, skip=True):
+        total += 1
+        if query.error is None:
+            yield query.text
+        else:
+            bad.add(query.error)
+    bad.raise_unless_skipped(total, skip=options.skip_bad_rows)
+    if bad.count:
+        console.note(f"{source}: skipped {bad.count} rows without a usable text")
 
 
 def label_words(typed: str) -> list[str] | dict[str, str]:
