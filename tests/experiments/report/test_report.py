@@ -257,3 +257,5 @@ def test_undecidable_rows_do_not_count_in_holms_correction():
     assert values["Few-shot (ICL)"]["q"] == 1
     assert texts(result)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds"]
     assert "over the one test" in noted(result, "Holm")
+    undecidable = table("comparison", grid(("Few-shot (ICL)", "Zero-shot")), made)
+    assert not any("Holm" in note for note in undecidable.notes)

@@ -359,15 +359,13 @@ def _difference(
     return {**_in_percent(difference, "mean", "low", "high"), **tests, "gaps": _gaps(results, line, other)}
 
 
-def _significance_notes(comparisons: Comparisons) -> tuple[str, str]:
+def _significance_notes(comparisons: Comparisons) -> list[str]:
     count = sum(
         comparison is not None and comparison.difference.decidable for comparison in comparisons.values()
     )
     family = f"all {count} tests of this table" if count > 1 else "the one test of this table"
-    return (
-        f"q: p with Holm's correction over {family}.",
-        f"Significant: q < {ALPHA}, a 95 % interval that excludes 0, and at least {MIN_SEEDS} seeds.",
-    )
+    rule = f"Significant: q < {ALPHA}, a 95 % interval that excludes 0, and at least {MIN_SEEDS} seeds."
+    return [f"q: p with Holm's correction over {family}.", rule] if count else [rule]
 
 
 # Table of costs
