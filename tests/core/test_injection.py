@@ -299,6 +299,7 @@ def test_name_that_is_not_a_folder_is_downloaded(saved, monkeypatch):
     result = Injection.from_pretrained("somebody/films", revision="v1")
     assert torch.equal(result.coefficients, make_injection().coefficients)
     Injection.from_pretrained(saved)
+    raises("is a folder and has no revision", Injection.from_pretrained, saved, revision="v1")
     download.assert_called_once_with("somebody/films", revision="v1", allow_patterns=[DESCRIPTION, TENSORS])
 
 

@@ -337,7 +337,7 @@ def test_file_without_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"revision": "v2"}, "a GGUF file has no revision"),
+        ({"revision": "v2"}, "is not on the hub and has no revision"),
         ({"quantization": "4bit"}, "dequantized to float32"),
         ({"dtype": "float12"}, "unknown dtype"),
     ],
@@ -361,7 +361,7 @@ def test_smollm2_package_is_found_without_importing_it(file, tmp_path, monkeypat
     assert "has no *.gguf" in refused("smollm2")
     file.rename(package / "any.gguf")
     assert Decoder.from_pretrained("smollm2", device="cpu").base.name == "smollm2"
-    assert "a GGUF file has no revision" in refused("smollm2", revision="main")
+    assert "is not on the hub and has no revision" in refused("smollm2", revision="main")
 
 
 def test_classifiers_share_a_model_until_its_file_changes(file):

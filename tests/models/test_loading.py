@@ -156,6 +156,12 @@ def test_tokenizer_class_of_another_algorithm_is_refused(folder):
     raises(says, load_model_and_tokenizer, str(folder))
 
 
+@pytest.mark.parametrize("name", ["reference", "folder"])
+def test_revision_of_a_local_model_is_refused(folder, name):
+    local = str(folder) if name == "folder" else name
+    raises("is not on the hub and has no revision", load_model_and_tokenizer, local, revision="v2")
+
+
 def test_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     raises("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))

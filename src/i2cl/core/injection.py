@@ -504,12 +504,14 @@ class Injection:
             encoder: new location of the sentence encoder, if it has moved since the fit.
 
         Raises:
-            I2CLError: if the injection is missing, damaged or of another format version, or uses no encoder
-                but gets one.
+            I2CLError: if the injection is missing, damaged or of another format version, or gets a revision
+                or an encoder that it cannot have.
         """
         folder = Path(name)
         if not folder.exists():
             folder = download(str(name), revision, layout.FILES)
+        elif revision is not None:
+            raise I2CLError(f"{str(name)!r} is a folder and has no revision: leave out revision={revision!r}")
         injection = cls._from_stored(*artefact.read(folder, str(name)))
         injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:

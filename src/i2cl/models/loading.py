@@ -84,7 +84,7 @@ def load_model_and_tokenizer(
         quantization: ``"8bit"`` or ``"4bit"`` (bitsandbytes: LLM.int8 or NF4), or a config of transformers
             (https://huggingface.co/docs/transformers/main_classes/quantization). Default: as in the
             checkpoint.
-        revision: hub branch, tag or commit.
+        revision: hub branch, tag or commit; refused for a local model.
         trust_remote_code: run code from the model repository. Only for sources you trust.
 
     Raises:
@@ -100,8 +100,10 @@ def load_model_and_tokenizer(
         raise I2CLError("device and device_map exclude each other: give one of them")
     source = resolve_name(name)
     path = Path(source)
+    if revision is not None and path.exists():
+        raise I2CLError(f"{name!r} is not on the hub and has no revision: leave out --revision")
     if is_gguf(path):
-        _check_gguf_options(revision, quantization)
+        _check_gguf_quantization(quantization)
     else:
         _check_path(name, source)
     target = usable_device(device)
@@ -276,9 +278,7 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     raise I2CLError(f"{problem}: give the model as a folder or a hub id")
 
 
-def _check_gguf_options(revision: Any, quantization: Any) -> None:
-    if revision is not None:
-        raise I2CLError("a GGUF file has no revision: leave out --revision")
+def _check_gguf_quantization(quantization: Any) -> None:
     if quantization is not None:
         problem = "a GGUF file's weights are dequantized to float32 or --dtype and not quantized again"
         raise I2CLError(f"{problem}: leave out --quantization; --dtype bfloat16 takes half the memory")
