@@ -3,12 +3,11 @@
 import json
 from contextlib import redirect_stdout
 from io import StringIO
-from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from commands import listed, run
 from export.cases import (
@@ -16,10 +15,7 @@ from export.cases import (
     TASK,
     decoder_of,
     drawn,
-    hooked,
     injection_for,
-    plain,
-    relative,
     saved,
     stored,
     weights,
@@ -27,9 +23,7 @@ from export.cases import (
 from fitting import raises, weighted
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, export_causal_lm, golden, make_golden, verify
-from i2cl.export.folding import save_model
 from i2cl.export.golden import GOLDEN
-from i2cl.models.checkpoint import INDEX
 
 
 def run_card(folder):
@@ -60,17 +54,12 @@ def test_the_exported_causal_lm_has_a_text_generation_card_and_pads_on_the_left(
     decoder, injection = drawn("gpt2")
     export_causal_lm(decoder, injection, tmp_path / "out")
     assert "pipeline_tag: text-generation" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == decoder.model.generation_config.eos_token_id
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.padding_side == "left"
     assert tokenizer.pad_token is not None
     assert decoder.tokenizer.padding_side == "right"
-
-
-def test_other_errors_of_a_save_are_not_reported_as_a_bad_shard_size(tmp_path, monkeypatch):
-    model = drawn("llama")[0].model
-    monkeypatch.setattr(model, "save_pretrained", Mock(side_effect=ValueError("bad generation config")))
-    with pytest.raises(ValueError, match=r"^bad generation config$"):
-        save_model(model, tmp_path, "5GB")
 
 
 @pytest.mark.parametrize("case", ["gpt_neox", "llama", "gpt2"])
@@ -78,23 +67,6 @@ def test_tensors_have_the_names_that_transformers_writes(case, tmp_path):
     decoder, injection = drawn(case)
     export_causal_lm(decoder, injection, tmp_path / "out", golden=False)
     assert weights(stored(decoder, tmp_path / "base")).keys() <= weights(tmp_path / "out").keys()
-
-
-def test_shards_hold_what_one_file_holds(tmp_path):
-    decoder, injection = drawn("llama")
-    export_causal_lm(decoder, injection, tmp_path / "whole", golden=False)
-    export_causal_lm(decoder, injection, tmp_path / "shards", golden=False, max_shard_size="20KB")
-    count = sum(name.endswith(".safetensors") for name in listed(tmp_path / "shards"))
-    assert count > 2
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "shards")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    index = json.loads((tmp_path / "shards" / INDEX).read_text(encoding="utf-8"))
-    assert index["weight_map"].keys() == one.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
-    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
-    assert made.generation_config.eos_token_id == decoder.model.generation_config.eos_token_id
 
 
 def test_a_dtype_rounds_the_folded_weights_once(tmp_path):
@@ -159,19 +131,9 @@ def test_export_and_verify_on_the_command_line(artefact, tmp_path, stdout):
     out = tmp_path / "plain"
     assert "Next: i2cl verify" in stdout("export", artefact, out, "--to", "causal-lm", "--device", "cpu")
     assert "Passed: 2 of 2 labels" in stdout("verify", out, "--device", "cpu")
-    options = (
-        "--to",
-        "causal-lm",
-        "--no-golden",
-        "--json",
-        "--max-shard-size",
-        "500KB",
-        "--dtype",
-        "bfloat16",
-    )
+    options = ("--to", "causal-lm", "--no-golden", "--json", "--dtype", "bfloat16")
     record = json.loads(stdout("export", artefact, tmp_path / "bare", *options))
     assert (record["to"], record["golden"]) == ("causal-lm", False)
-    assert len(list((tmp_path / "bare").glob("*.safetensors"))) > 1
     assert GOLDEN not in listed(tmp_path / "bare")
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 
@@ -183,7 +145,6 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused):
     assert "holds other files (notes.txt)" in refused("export", artefact, full)
     assert "is not an artefact" in refused("export", full, out)
     assert "see i2cl export --help" in refused("export", artefact, out, "--to", "onnx")
-    assert "is not a valid shard size" in refused("export", artefact, out, "--max-shard-size", "big")
     assert "no config.json" in refused("export", artefact, out, "--model", full)
     assert "is not for --to peft" in refused("export", artefact, out, "--to", "peft", "--dtype", "float16")
     assert "has no i2cl_golden.json" in refused("verify", full)

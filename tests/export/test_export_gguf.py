@@ -171,7 +171,6 @@ def test_bad_input_is_one_line(tmp_path, refused, monkeypatch):
     assert "is a folder" in refused(*gguf_too, folder)
     assert "already exists" in refused(*gguf_too, tmp_path / "taken.gguf")
     assert "cannot write to" in refused(*gguf_too, tmp_path / "taken.gguf" / "out.gguf")
-    assert "is not for --to gguf" in refused(*gguf_too, out, "--max-shard-size", "1GB")
     assert "does not exist: give a folder or a GGUF file" in refused("verify", out)
     assert "is damaged, or not a GGUF file" in refused("verify", tmp_path / "taken.gguf")
     assert run(*gguf_too, out) == 0

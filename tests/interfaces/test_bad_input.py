@@ -106,7 +106,6 @@ WRONG = {  # `CASES` has mistakes that are found without PyTorch
     "unknown command": (["train"], "No such command 'train': see i2cl --help"),
     "no task": (["fit", "{model}"], "see i2cl fit --help"),
     "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
-    "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
     "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is not an object"),
     "a map to no device": ([*FIT, "--device-map", '{"": "abacus"}'], "cannot use device 'abacus'"),
     "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "disk"}'], "does not give any device"),

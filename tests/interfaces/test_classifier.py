@@ -222,13 +222,6 @@ def test_report_uses_the_texts_left_over_by_shots():
 
 def test_report_is_none_without_texts_to_evaluate(tmp_path):
     assert quick(shots=None, evaluate=160).fit(X[:12], Y[:12]).report_ is None
-    rows = [at for word in sorted(set(Y)) for at in [at for at, one in enumerate(Y) if one == word][:3]]
-    texts, words = [X[at] for at in rows], [Y[at] for at in rows]
-    refitted = quick(shots=None, evaluate=160, folds=2).fit(texts, words)
-    report = refitted.report_
-    assert (report["rows"], report["split"]) == (len(set(texts)), "demonstrations")
-    assert refitted.injection_.temperature != 1
-    raises("folds=1", quick(folds=1).fit, X, Y)
     result = quick(evaluate=0).fit(X, Y)
     assert result.report_ is None
     result.save_pretrained(tmp_path / "out")
@@ -288,7 +281,7 @@ def wrong(x=None, y=None, **parameters):
         ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
         ({"model": 3}, "model is a int: pass a name, a folder or a Decoder"),
         ({"shots": 2.0}, "shots is 2.0: pass a whole number above 0, or None"),
-        ({"folds": 2.5}, "folds is 2.5: give a whole number"),
+        ({"evaluate": 2.5}, "evaluate is 2.5: give a whole number"),
         ({"evaluate": "160"}, "evaluate is '160': give a whole number"),
         ({"min_confidence": np.float32(1.5)}, "is not a probability"),
         ({"min_confidence": "0.5"}, "min_confidence '0.5' is not a probability"),

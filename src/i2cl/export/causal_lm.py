@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from i2cl.core.injection import Injection
-from i2cl.export.folding import Folding, save_model
+from i2cl.export.folding import MAX_SHARD_SIZE, Folding
 from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import LabelTokens
@@ -79,7 +79,6 @@ def export_causal_lm(
     golden: bool = True,
     force: bool = False,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a transformers language model with the next-token probabilities of the injected model.
 
@@ -92,7 +91,7 @@ def export_causal_lm(
     model = folding.build(AutoModelForCausalLM)
     model.generation_config = decoder.model.generation_config
     with new_folder(path, frozenset()) as fresh:
-        save_model(model, fresh, max_shard_size)
+        model.save_pretrained(fresh, max_shard_size=MAX_SHARD_SIZE)
         left_padded(decoder.tokenizer).save_pretrained(fresh)
         write_card(fresh, path.resolve().name, injection, folding.labels, "causal-lm")
         if golden:

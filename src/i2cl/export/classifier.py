@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.errors import I2CLError
-from i2cl.export.folding import FoldedStructure, Folding, lm_head_name, save_model
+from i2cl.export.folding import MAX_SHARD_SIZE, FoldedStructure, Folding, lm_head_name
 from i2cl.export.golden import TEXTS, Golden, make_golden
 from i2cl.export.verify import make_pipeline, verify_classifier
 from i2cl.models.architectures import ARCHITECTURES
@@ -62,7 +62,6 @@ def export_classifier(
     golden: bool = True,
     force: bool = False,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
 ) -> list[str]:
     """Write a task as a transformers text classifier.
 
@@ -74,7 +73,6 @@ def export_classifier(
             written. They are computed in float32.
         force: accept other weights of the same shape than those the injection was fitted on.
         dtype: dtype of the weights; default: the base model's.
-        max_shard_size: maximum size of a file, such as ``"5GB"``.
 
     Returns:
         Sentences on how to use it, which its README.md has too; none in most cases.
@@ -107,7 +105,7 @@ def export_classifier(
         if not answers.left_padding:
             notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
     with new_folder(path, frozenset()) as fresh:
-        save_model(classifier.to(folding.dtype), fresh, max_shard_size)
+        classifier.to(folding.dtype).save_pretrained(fresh, max_shard_size=MAX_SHARD_SIZE)
         tokenizer.tokenizer.save_pretrained(fresh)
         if answers is not None:
             answers.write(fresh)

@@ -8,12 +8,10 @@ have one, some have a config field that adds one, and some are converted to an e
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -21,12 +19,13 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, first_line
+from i2cl.errors import I2CLError
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import LabelTokens
 from i2cl.models.precision import quantization_of
 
+MAX_SHARD_SIZE = "5GB"  # of a file of weights
 USE_HOOKS = "predict with hooks instead (`i2cl predict`)"
 # Config fields that add a bias to the last linear map of a sublayer. Other biases that they add are zero.
 BIAS_SWITCHES = ("attention_bias", "attention_out_bias", "bias", "enable_bias", "mlp_bias", "use_bias")
@@ -304,18 +303,6 @@ def fold(decoder: Decoder, injection: Injection) -> PreTrainedModel:
     model = Folding(decoder, injection, force=True).build(AutoModelForCausalLM)
     model.generation_config = copy.deepcopy(decoder.model.generation_config)
     return cast("PreTrainedModel", model.to(decoder.model.device))
-
-
-def save_model(model: PreTrainedModel, folder: Path, max_shard_size: int | str) -> None:
-    """Write a model to an existing folder. Raises I2CLError on an invalid shard size."""
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)  # only parses the size
-    except ValueError as error:
-        hint = "give one such as 500MB or 5GB"
-        raise I2CLError(
-            f"{max_shard_size!r} is not a valid shard size ({first_line(error)}): {hint}"
-        ) from None
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -57,7 +57,6 @@ def suggest(
     *,
     labelled: Sequence[str] = (),
     seed: int = 0,
-    vectors: Vectors | None = None,
     encoder: str | None = None,
     progress: Progress | None = None,
     device: str | None = None,
@@ -79,7 +78,6 @@ def suggest(
         n: number of texts to choose.
         labelled: texts that have a label already, or that another person is labelling.
         seed: seed of the clustering.
-        vectors: `text_vectors` of ``texts``, if they are known from an earlier call.
         encoder: sentence encoder of `text_vectors`. Default: the injection's, if it has one.
         progress: called as texts are embedded.
         device: device of the sentence encoder if ``decoder`` is None. Default: an accelerator if there is
@@ -105,8 +103,7 @@ def suggest(
     if not 1 <= n <= len(candidates):
         message = f"cannot suggest {n} of {len(candidates)} distinct texts without a label"
         raise I2CLError(message, "give more texts, or ask for fewer")
-    if vectors is None:
-        vectors = text_vectors(decoder, plain, texts, encoder, progress, device)
+    vectors = text_vectors(decoder, plain, texts, encoder, progress, device)
     covered = vectors[[first_index[key] for key in labelled_keys if key in first_index]]
     if others := [text for text in labelled if text_key(text) not in first_index]:
         covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder, progress, device)])

@@ -40,9 +40,6 @@ class FormatOptions:
     )
     drop_prior: bool = opt(False, "Leave out the label prior.", "--drop-prior")
     golden: bool = opt(True, "Store golden answers for `i2cl verify`, which are computed in float32.")
-    max_shard_size: str | None = opt(
-        None, "classifier, causal-lm: maximum size of a file, such as 500MB; default: 5GB."
-    )
     dtype: Literal["float32", "float16", "bfloat16"] | None = opt(
         None, "Dtype of the weights, except for peft; default: as in the base model."
     )
@@ -50,10 +47,6 @@ class FormatOptions:
     def arguments(self, output: Path) -> dict[str, Any]:
         """Return arguments for this format only. Raises I2CLError on options of another format."""
         arguments: dict[str, Any] = {}
-        if self.max_shard_size is not None:
-            if self.to not in {"classifier", "causal-lm"}:
-                raise I2CLError(f"--max-shard-size is not for --to {self.to}: leave it out")
-            arguments["max_shard_size"] = self.max_shard_size
         if self.dtype is not None:
             if self.to == "peft":
                 raise I2CLError("--dtype is not for --to peft: leave it out")

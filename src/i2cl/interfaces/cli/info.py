@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions, opt
+from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.storage import model_cache
 
 
@@ -86,9 +85,6 @@ def _methods() -> list[Mapping[str, Any]]:
 def check(
     model: options.Model,
     *,
-    layers: str | None = opt(None, "Module path of the blocks in the base model."),
-    attention: str | None = opt(None, "Module path, in a block, of the attention output."),
-    mlp: str | None = opt(None, "Module path, in a block, of the MLP output."),
     loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
     json: options.Json = False,
 ) -> None:
@@ -97,14 +93,7 @@ def check(
     Exit code 1 unless every block adds exactly its attention and MLP outputs to the residual stream.
     """
     load.require_model(model)
-    if (layers or attention or mlp) and not (layers and attention and mlp):
-        raise I2CLError("--layers, --attention and --mlp belong together: give all three")
-    from i2cl.models.architectures import Architecture
-
-    given = None
-    if layers and attention and mlp:
-        given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
-    decoder = load.decoder(model, loading, given)
+    decoder = load.decoder(model, loading)
     identity = decoder.residual_identity
     if math.isnan(identity.worst):
         decoder.require_identity()  # raises an error that names what overflows

@@ -15,14 +15,13 @@ from i2cl.storage.layout import DESCRIPTION, FILES
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.models.architectures import Architecture
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
 CHAT_PLACEHOLDER = "{text} {label}"  # replaced once the model's chat template is known
 
 
-def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
+def decoder(name: str, options: ModelOptions) -> "Decoder":
     """Load a model without progress bars. A small one on the CPU gets one thread, which is fastest."""
     libraries()
     import torch
@@ -33,7 +32,7 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     quiet()
     loading_options: dict[str, Any] = vars(options) | {"device_map": _device_map(options.device_map)}
     with console.waiting(f"loading {name}"):
-        loaded = Decoder.from_pretrained(name, architecture=architecture, **loading_options)
+        loaded = Decoder.from_pretrained(name, **loading_options)
     if is_small(loaded):
         torch.set_num_threads(1)
     return loaded

@@ -34,7 +34,6 @@ from i2cl.interfaces.sklearn.inputs import (
 )
 from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder, quiet_unless_verbose
 from i2cl.methods import METHODS, make_injector
-from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.label_tokens import Scoring, require_scoring
@@ -86,8 +85,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         random_state: seed of examples and calibration: an int, a RandomState, or None to draw one.
         evaluate: maximum number of training texts left over by ``shots`` that are scored for `report_` and
             used to fit the temperature of the probabilities; 0 saves the time.
-        folds: number of folds of the cross-validation that replaces them if no texts are left over; 0 for
-            none.
         device: such as ``"cuda:0"``, for a model given by name. Default: an accelerator if there is one.
         dtype: such as ``"bfloat16"``, for a model given by name. Default: float32 on a CPU, else its own.
         verbose: show progress bars and deprecation warnings of other libraries.
@@ -118,7 +115,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         scoring: Scoring = "auto",
         random_state: int | np.random.RandomState | None = 0,
         evaluate: int = 160,
-        folds: int = 0,
         device: str | None = None,
         dtype: str | None = None,
         verbose: bool = False,
@@ -139,7 +135,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.scoring = scoring
         self.random_state = random_state
         self.evaluate = evaluate
-        self.folds = folds
         self.device = device
         self.dtype = dtype
         self.verbose = verbose
@@ -181,7 +176,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         demonstrations = rows if shots is None else up_to(task, shots, seed)
         # Baselines use scoring="auto", so other scorings would not be comparable.
         evaluate = self.evaluate if self.scoring == "auto" else 0
-        plan = plan_evaluation(task, demonstrations, evaluate, self.folds, seed)
+        plan = plan_evaluation(task, demonstrations, evaluate, folds=0, seed=seed)
         decoder = self._decoder()
         task = task.with_prompt_options(
             decoder.tokenizer, chat=self.chat, instruction=self.instruction or None
@@ -370,13 +365,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         is_integer = isinstance(shots, int | np.integer) and not isinstance(shots, bool)
         if shots is not None and not (is_integer and shots > 0):
             raise I2CLError(f"shots is {shots!r}: pass a whole number above 0, or None for all texts")
-        for name, value in (("evaluate", self.evaluate), ("folds", self.folds)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise I2CLError(f"{name} is {value!r}: give a whole number, 0 for none")
+        evaluate = self.evaluate
+        if isinstance(evaluate, bool) or not isinstance(evaluate, int | np.integer) or evaluate < 0:
+            raise I2CLError(f"evaluate is {evaluate!r}: give a whole number, 0 for none")
         require_scoring(self.scoring)
         require_confidence(self.min_confidence)
-        if self.folds:
-            require_folds(self.folds)
         if not isinstance(self.template, str | Template):
             raise I2CLError(f"template is {self.template!r}: give a string with {{text}} and {{label}}")
         if self.settings is not None and not isinstance(self.settings, Mapping):
