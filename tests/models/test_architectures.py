@@ -10,6 +10,7 @@ from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, archit
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import edit_inputs
+from i2cl.models.prefix import cache_argument
 from i2cl.models.residual_check import TOLERANCE, ResidualIdentity, residual_identity
 from tiny import _CONFIGS, CASES, HALF, MODEL_TYPES, PATHS, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
 
@@ -192,13 +193,13 @@ def test_head_input_can_be_gathered_and_right_padding_needs_no_mask(model):
 def test_prefix_cache_can_be_reused_with_and_without_position_ids(model):
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model.base_model(input_ids=PREFIX, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=PREFIX, use_cache=True, **cache_argument(model.base_model, cache))
     seen, (rows, width) = PREFIX.shape[1], IDS.shape
     expected = one_by_one(model, PREFIX)
     for arguments in ({"position_ids": torch.arange(seen, seen + width).expand(rows, -1)}, {}):
         expanded = copy.deepcopy(cache)
         expanded.batch_repeat_interleave(rows)
-        after = logits(model, padded(), past_key_values=expanded, use_cache=True, **arguments)
+        after = logits(model, padded(), use_cache=True, **cache_argument(model, expanded), **arguments)
         assert close(at_the_ends(after), expected)
     assert cache.get_seq_length() == seen
     assert not close(at_the_ends(after), one_by_one(model, PREFIX[:, :0]))
@@ -206,11 +207,11 @@ def test_prefix_cache_can_be_reused_with_and_without_position_ids(model):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_packed_queries_do_not_see_each_other(model_type):
-    """``packs`` is correct for models that can be packed and for those that cannot."""
+    """Packing is used only where it is exact: newer versions of transformers pack further types."""
     decoder = Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
     rows = [(5, 9, 2, 7, 30), (11, 40, 3), (3, 250, 17, 40, 41, 42, 8)]
     with torch.no_grad():
         padded = decoder.forward(make_batch(rows, torch.device("cpu")))
         packed = decoder.forward(pack_batch(rows, torch.device("cpu")))
     close = (packed - padded).abs().max() <= 1e-5 * padded.abs().max()
-    assert bool(close) == decoder.architecture.packs
+    assert close or not decoder.architecture.packs

@@ -37,7 +37,7 @@ from i2cl.models.precision import (
     execution_device,
     quantization_of,
 )
-from i2cl.models.prefix import Prefix, caches_only_keys_and_values, uses_alibi, window_of
+from i2cl.models.prefix import Prefix, cache_argument, caches_only_keys_and_values, uses_alibi, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
 
@@ -278,7 +278,7 @@ class Decoder:
         arguments: dict[str, Any] = {"use_cache": False}
         if prefix is not None:
             self._require_window(prefix, batch.input_ids.shape[1])
-            arguments = prefix.arguments(batch.input_ids)
+            arguments = prefix.arguments(self.model, batch.input_ids)
         if batch.position_ids is not None:
             start = 0 if prefix is None else prefix.next_position
             arguments["position_ids"] = batch.position_ids + start
@@ -354,7 +354,8 @@ class Decoder:
         batch = make_batch([ids], self.device)
         with self.frozen(), editing(edit, self.blocks, self.hook_points, batch):
             cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
-            self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
+            model = self.model.base_model
+            model(input_ids=batch.input_ids, use_cache=True, **cache_argument(model, cache))
         return Prefix(ids, cache, len(ids), len(ids))
 
     def embed(self, ids: Ids) -> Float[Tensor, "tokens d"]:

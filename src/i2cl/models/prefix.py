@@ -2,12 +2,13 @@
 
 import copy
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
@@ -54,15 +55,21 @@ class Prefix:
         tensors = [(layer.keys[:, :, indices], layer.values[:, :, indices]) for layer in layers]
         return replace(self, cache=DynamicCache(tensors), remaining=remaining)
 
-    def arguments(self, input_ids: Int[Tensor, "batch tokens"]) -> dict[str, Any]:
+    def arguments(self, model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens"]) -> dict[str, Any]:
         """Return the model's arguments for rows after this prefix."""
         rows, width = input_ids.shape
         positions = torch.arange(width, device=input_ids.device) + self.next_position
         return {
             "use_cache": True,
-            "past_key_values": self.expanded(rows),
             "position_ids": positions.expand(rows, -1),
+            **cache_argument(model, self.expanded(rows)),
         }
+
+
+def cache_argument(model: PreTrainedModel, cache: Cache | None) -> dict[str, Cache | None]:
+    """Return a cache as an argument of a model, by name: transformers 5.24 renames ``past_key_values``."""
+    renamed = "cache" in signature(type(model).forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
 
 
 def uses_alibi(config: PreTrainedConfig) -> bool:

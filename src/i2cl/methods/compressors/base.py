@@ -16,7 +16,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.checkpoint import checkpoint_folder, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.prefix import Prefix
+from i2cl.models.prefix import Prefix, cache_argument
 from i2cl.models.scoring import LabelScorer, require_texts
 from i2cl.tasks import Examples, Task
 
@@ -113,9 +113,10 @@ def hidden_states(
         "position_ids": position_ids,
         "attention_mask": torch.ones_like(position_ids),
     }
-    arguments |= {"past_key_values": cache, "use_cache": cache is not None}
+    model = decoder.model.base_model
+    arguments |= {"use_cache": cache is not None, **cache_argument(model, cache)}
     with decoder.frozen():
-        states: Tensor = decoder.model.base_model(inputs_embeds=vectors[None], **arguments).last_hidden_state
+        states: Tensor = model(inputs_embeds=vectors[None], **arguments).last_hidden_state
     return states[0].to(decoder.device)  # with several devices, they are on the last one
 
 
