@@ -69,6 +69,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(should_reduce_batch_size(error))
 
 
+def failure_reason(error: Exception) -> str | None:
+    """Return why some work failed, in one line, if other work can go on; None for an error of the code."""
+    if isinstance(error, I2CLError):
+        return str(error)
+    return OUT_OF_MEMORY if is_out_of_memory(error) else None
+
+
 def require_utf8(text: str, name: str) -> None:
     """Raise I2CLError if a text cannot be encoded as UTF-8. ``name`` describes the text in the message."""
     if LONE_SURROGATE.search(text):

@@ -12,6 +12,7 @@ import torch
 
 from fitting import injected, raises
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
+from i2cl.errors import OUT_OF_MEMORY
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence import fit_evaluation
 from i2cl.experiments.evidence.fit_evaluation import (
@@ -171,7 +172,7 @@ def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, m
     shown, injection = fitted(decoder, task)
     raises("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
-    assert measured(decoder, task).evaluation["not_run"] == {"few_shot": "out of memory"}
+    assert measured(decoder, task).evaluation["not_run"] == {"few_shot": OUT_OF_MEMORY}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         measured(decoder, task)

@@ -14,7 +14,7 @@ import transformers
 from jaxtyping import Int
 
 from i2cl.core.injection import Injection
-from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory, require_type
+from i2cl.errors import I2CLError, failure_reason, require_type
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
@@ -218,7 +218,6 @@ class Evaluation:
         seed: seed of the draw and of the fit.
         shots: demonstrations per class; None for the task's own number.
         limit: maximum number of queries; None for all.
-        keep_going: return a `NotRun` for a method that fails, instead of raising.
     """
 
     task: Task
@@ -226,10 +225,9 @@ class Evaluation:
     seed: int
     shots: int | None = None
     limit: int | None = None
-    keep_going: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
-        """Run every method. Raises I2CLError as `evaluate` does, unless ``keep_going`` is set."""
+        """Run every method; those that fail are returned as `NotRun`."""
         queries = self.task.queries(self.limit)
         runs: list[Run | NotRun] = []
         shared = SharedScores()
@@ -244,13 +242,12 @@ class Evaluation:
 
     @contextmanager
     def _record_failures(self, runs: list[Run | NotRun], methods: Sequence[Method]) -> Iterator[None]:
-        """With ``keep_going``, add a `NotRun` for each of the methods if the block fails."""
+        """Add a `NotRun` for each of the methods if the block fails."""
         try:
             yield
         except (I2CLError, RuntimeError) as error:
-            if not self.keep_going or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            if (reason := failure_reason(error)) is None:
                 raise
-            reason = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
             runs += [NotRun(self.task.name, method.full_name, self.seed, reason) for method in methods]
 
 
@@ -281,15 +278,13 @@ def sweep(
         workers: number of processes, see `run_jobs`.
         reword: changes the wording of a task for the loaded model, such as to its chat template.
         on_run: called with each finished run, in any order.
-        on_failure: called with each method that fails; the others continue. Without it, the first failure
-            is raised.
+        on_failure: called with each method that fails; the others continue.
 
     Returns:
         The runs, ordered by task, method and seed.
 
     Raises:
-        I2CLError: if a task has too few rows (before the model is loaded), or if a method fails; with
-            ``on_failure``, only if no run succeeds.
+        I2CLError: if a task has too few rows (before the model is loaded), or if no run succeeds.
     """
     for task in tasks:
         task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
@@ -302,7 +297,7 @@ def sweep(
     for method in methods:
         fits.setdefault(innermost(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(wrappers), seed, shots, limit, on_failure is not None).run
+        Evaluation(task, tuple(wrappers), seed, shots, limit).run
         for task in tasks
         for wrappers in fits.values()
         for seed in seeds

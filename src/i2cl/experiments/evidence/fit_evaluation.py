@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, is_out_of_memory
+from i2cl.errors import I2CLError, failure_reason
 from i2cl.experiments.confidence import confidence, highest
 from i2cl.experiments.evaluation import (
     Fitted,
@@ -466,9 +466,9 @@ def run_all(
         try:
             results[name] = run()
         except (I2CLError, RuntimeError) as error:
-            if name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            if name in required or (reason := failure_reason(error)) is None:
                 raise
-            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
+            not_run[name] = reason
     return results, not_run
 
 
