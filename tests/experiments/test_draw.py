@@ -93,6 +93,18 @@ def test_up_to_twenty_rows_of_a_class_are_drawn_by_default(decoder, fast, task, 
     assert again.demonstrations == result.demonstrations, "the command on the card draws the same"
 
 
+def test_rows_without_a_label_count_as_one_more_class(decoder, fast):
+    fast(0.0)
+    labels = [(0,), (1,)] * 4 + [()] * 30
+    rows = tuple(Example.multi_label(f"text {place}", one) for place, one in enumerate(labels))
+    task = replace(of(1, 1), train=rows, multi_label=True)
+    for drawn in (asked(task, None, scored=False), asked(task, I2CL, shots="all")):
+        assert len(drawn.demonstrations) == len(rows)
+    result = draw_within_budget(decoder, task, ANCHORED, 0, keep_back=None, scored=False)
+    assert (result.shots, len(result.demonstrations)) == (20, 28)
+    assert asked(task, shots=result.shots).demonstrations == result.demonstrations
+
+
 @pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
 def test_all_rows_are_drawn_on_request_however_long_the_fit_takes(decoder, fast, keep_back, shown):
     fast(1e9)

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
@@ -163,8 +164,8 @@ def draw(
         I2CLError: if there are too few or too many rows.
     """
     anchored, all_rows = isinstance(method, Anchored), shots == "all"
-    default = _largest(task) if from_file and method is None else task.shots
-    count = _largest(task) if shots == "all" else shots or default
+    default = _largest(task.train) if from_file and method is None else task.shots
+    count = _largest(task.train) if shots == "all" else shots or default
     if from_file and anchored and (all_rows or shots is None):
         _check_size(up_to(task, count if all_rows else 1, seed, keep_back or 0))
         return None
@@ -207,7 +208,7 @@ def draw_within_budget(
     These are `MIN_SHOTS` to `MAX_SHOTS` per class; fewer only where more would exceed its limits. With
     ``"all"`` shots, every row is drawn, and none held out unless ``keep_back`` says so.
     """
-    speed, largest = _Speed.of(decoder, task, method, ensemble), _largest(task)
+    speed, largest = _Speed.of(decoder, task, method, ensemble), _largest(task.train)
     if shots == "all":
         rows = up_to(task, largest, seed, keep_back or 0)
         return Draw(rows, largest, len(task.train), keep_back or 0, speed.estimate(rows), speed=speed)
@@ -220,7 +221,7 @@ def draw_within_budget(
 
     count = next(choice for choice in CHOICES if choice == 1 or is_affordable(choice))
     demonstrations = up_to(task, count, seed, keep_back)
-    count = min(count, max(len(group) for group in group_by_label(demonstrations, len(task.labels))))
+    count = min(count, _largest(demonstrations))
     more = None
     for larger in (largest, MAX_SHOTS):
         larger_draw = up_to(task, larger, seed)
@@ -241,9 +242,9 @@ def review_seconds(decoder: Decoder, task: Task, rows: Examples, folds: int) -> 
     return (folds - 1) * speed.estimate(shown) + speed.scoring(rows)
 
 
-def _largest(task: Task) -> int:
-    """Number of rows of the largest class."""
-    return max(len(group) for group in group_by_label(task.train, len(task.labels)))
+def _largest(rows: Examples) -> int:
+    """Number of rows of the largest class; rows of a multi-label task without any label are one more."""
+    return max(Counter(label for row in rows for label in row.ids or (None,)).values())
 
 
 def _check_size(shown: Examples) -> None:
