@@ -247,6 +247,9 @@ def test_labels_in_the_file_are_imported(client, service, task):
     assert (made["texts"], made["labelled"], made["left_out"]["repeated"]) == (3, 2, 1)
     assert exported(client) == "text,label\nit crashes,negative\nvery nice,negative\n"
     assert [text["text"] for text in following(client)] == ["my cat"]
+    ids = '[{"ticket": "it crashes", "kind": 0}, {"ticket": "very nice", "kind": 1}]'
+    made = create(client, {"name": "tickets.json", "content": ids}, name="ids", **columns).json()
+    assert made["labelled"] == 2
     wrong = create(
         client, {**file, "content": rows.replace("my cat,", "my cat,ugly")}, name="other", **columns
     )

@@ -234,7 +234,8 @@ def _labels_of(rows: list[TextRow], labels: tuple[str, ...]) -> Mapping[str, str
     """Return the texts with their labels, None where the label column is empty or not given. Raises
     RefusalError (422) listing the rows with an unknown label.
     """
-    cells = [row.kept[0] if row.kept and not is_blank(str(row.kept[0] or "")) else None for row in rows]
+    cells = [cell for row in rows for cell in row.kept or (None,)]
+    cells = [None if cell is None or is_blank(str(cell)) else cell for cell in cells]
     lookup = LabelLookup(labels, [cell for cell in cells if cell is not None])
     labels_by_text: dict[str, str | None] = {}
     unknown: set[str] = set()
