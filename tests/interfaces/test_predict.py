@@ -574,8 +574,9 @@ def test_contradictory_formats_are_refused(tmp_path, name, named, as_json, messa
     raises(message, output_format, name and tmp_path / name, named, as_json=as_json)
 
 
-def test_missing_output_folder_is_named(tmp_path):
-    raises("create the folder '.*none' first", require_writable_file, tmp_path / "none" / "out.csv")
+def test_missing_output_folder_is_created(tmp_path):
+    require_writable_file(tmp_path / "none" / "out.csv")
+    assert listed(tmp_path / "none") == []
 
 
 def test_converted_file_is_complete_or_absent(tmp_path):

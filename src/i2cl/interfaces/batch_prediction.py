@@ -228,9 +228,8 @@ def require_not_input(output: Path | None, *sources: str) -> None:
 
 def require_writable_file(path: Path) -> None:
     """Check early what `open_output` requires. Raises I2CLError if the file cannot be written."""
-    if not path.parent.exists():
-        raise I2CLError(f"cannot write {str(path)!r}: create the folder {str(path.parent)!r} first")
     with _write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not path.exists():
