@@ -50,6 +50,7 @@ def test_every_command_has_help_json_and_seed(call, words):
     assert value["--json"] == "Print JSON on stdout."
     assert ("--seed" in value) == ("--seed " in out) == (words in RANDOM)
     assert all(value.values())
+    assert not [text for text in value.values() if re.search(r"(?<!\\)\[\w", text)], "hidden as markup"
     first, second = COMMANDS[words].help.split("\n\n")
     assert (first[-1], second[-1]) == (".", ".")
     assert f"Example: {EXAMPLES[' '.join(words)]}" in " ".join(out.split())

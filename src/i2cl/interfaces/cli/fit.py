@@ -91,7 +91,7 @@ class MethodOptions:
         None,
         "Classifiers that are combined, separated by commas: llm, embeddings (logistic regression on a "
         "sentence encoder), tfidf (logistic regression on character n-grams). Without llm, the model never "
-        "runs. Default: all; embeddings only if i2cl[embeddings] and an encoder are installed.",
+        "runs. Default: all; embeddings only if i2cl\\[embeddings] and an encoder are installed.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None

@@ -10,6 +10,7 @@ from typer import Exit, Option
 from i2cl.errors import I2CLError, require_packages
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
+from i2cl.storage.layout import DESCRIPTION
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def serve(
     """
     require_packages("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     load.require_model(model)
+    if (tasks / DESCRIPTION).is_file():
+        raise I2CLError(f"--tasks {tasks} is a task: give the folder that holds it")
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 
     host = access.host
