@@ -45,7 +45,6 @@ def test_labels_cover_string_classes_and_their_numbers(labels):
 @pytest.mark.parametrize(
     ("classes", "labels", "words"),
     [
-        (["neg", "pos"], ["bad", "good"], ("bad", "good")),
         (["neg", "pos"], {"neg": "bad", "pos": "good"}, ("bad", "good")),
         ([0, 1], {"neg": "bad", "pos": "good"}, ("bad", "good")),
         ([0, 2], ["a", "b", "c"], ("a", "c")),
@@ -66,6 +65,7 @@ def test_label_words(classes, labels, words):
     ("classes", "labels", "message"),
     [
         (["bad", "great"], ["bad", "good"], "no word for class 'great'"),
+        (["neg", "pos"], ["good", "bad"], "for class 'neg': add it, or pass a dict from each class"),
         ([0, 3], ["a", "b", "c"], "ids 0 to 2, not for class 3"),
         ([0, 1], {0: "a", 2: "c"}, "no word for class 1"),
         (["neg", "pos"], {0: "bad", 1: "good"}, "no word for class 'neg'"),

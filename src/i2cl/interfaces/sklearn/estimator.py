@@ -60,9 +60,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         chat: use the model's own chat template instead.
         instruction: text before everything else; in a chat, the system turn.
         labels: the words that the model says for the classes: a dict from each class to its word, or a list
-            in the sorted order of the classes. Either form also covers classes that scikit-learn has numbered
-            from 0. Default: the classes themselves, if they are strings. For an indicator matrix: a word per
-            column; default: the columns of a data frame.
+            for classes that are numbered from 0 or booleans, in their order. Either form also covers classes
+            that scikit-learn has numbered. Default: the classes themselves, if they are strings. For an
+            indicator matrix: a word per column; default: the columns of a data frame.
         shots: examples per class, drawn with ``random_state``, or all if a class has fewer; None uses all
             training texts.
         method: how the LLM is fitted: ``"anchored"``, an injection fitted around the plain model among the

@@ -251,8 +251,8 @@ def label_words(classes: Classes, labels: Mapping[Any, str] | Sequence[str] | No
 
     Args:
         classes: the sorted classes of y.
-        labels: a dict from each class to its word; the words in the sorted order of the classes; or None if
-            the classes are the words.
+        labels: a dict from each class to its word; a list, of the words for numbered classes or of the
+            classes themselves; or None if the classes are the words.
 
     Raises:
         I2CLError: if a class has no word, or a word is not a string.
@@ -332,7 +332,5 @@ def _words_in_order(values: Sequence[Any], words: Sequence[str]) -> list[str]:
             order = "the order in which scikit-learn numbers string classes"
             raise I2CLError(f"labels is not sorted, which is {order}: pass labels={sorted(words)}")
         return list(values)
-    if len(unknown) == len(values) == len(words):
-        return list(words)
     hint = "add it, or pass a dict from each class to its word"
     raise I2CLError(f"labels has no word for class {unknown[0]!r}: {hint}")
