@@ -96,7 +96,7 @@ def accuracy(tasks: Sequence[str], seeds: int, **changes: object) -> dict[str, A
     decoder = Decoder.from_pretrained("reference", device="cpu")
     kept: dict[str, list[float]] = {}
     for recipe in ("paper", "fast"):
-        (method,) = make_methods(["i2cl"], recipe=CalibrationConfig.recipe(recipe, **changes).model_dump())
+        (method,) = make_methods(["i2cl"], changes, recipe)
         kept[recipe] = [
             100 * evaluate(decoder, load_task(name), method, seed=seed, limit=100).accuracy
             for name in tasks

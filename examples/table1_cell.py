@@ -8,7 +8,6 @@ import statistics
 import sys
 
 from i2cl import Decoder, evaluate, load_task, make_methods
-from i2cl.core.recipe import RECIPES
 from i2cl.experiments.report.printed import printed_for
 
 
@@ -17,11 +16,10 @@ def main(
 ) -> None:
     """Print zero-shot, few-shot and I2CL on one task, and the paper's accuracy."""
     decoder, task = Decoder.from_pretrained(model), load_task(task_name)
-    for name in ("zero_shot", "few_shot", "i2cl"):
-        (method,) = make_methods([name], recipe=RECIPES[recipe])
+    for method in make_methods(["zero_shot", "few_shot", "i2cl"], recipe=recipe):
         runs = [evaluate(decoder, task, method, seed=seed, limit=200) for seed in range(int(seeds))]
         accuracies = [100 * run.accuracy for run in runs]
-        print(f"{name:10} {statistics.fmean(accuracies):5.1f} ± {statistics.stdev(accuracies):.1f}")
+        print(f"{method.name:10} {statistics.fmean(accuracies):5.1f} ± {statistics.stdev(accuracies):.1f}")
     table = printed_for("main", model)
     if table is None or task_name not in table.tasks:
         print("the paper has no such cell")
