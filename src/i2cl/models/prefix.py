@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -66,7 +66,7 @@ class Prefix:
         }
 
 
-def cache_argument(model: PreTrainedModel, cache: Cache | None) -> dict[str, Cache | None]:
+def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
     """Return a cache as an argument of a model, by name: transformers 5.24 renames ``past_key_values``."""
     renamed = "cache" in signature(type(model).forward).parameters
     return {"cache" if renamed else "past_key_values": cache}
