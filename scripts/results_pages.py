@@ -363,6 +363,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "table-1": table_1,
     "choices": lambda: against_first(results("anchored-ablations"), OURS),
     "i2cl-choices": lambda: against_first(results("real-ablations"), "I2CL"),
+    "paper-ablations": lambda: against_first(results("paper-ablations"), "I2CL"),
     "texts": lambda: against_first(results("unlabelled"), "64 texts"),
     "texts-on-top": lambda: against_first(results("anchored-unlabelled"), "No prior"),
     "shots": shots,

@@ -14,7 +14,7 @@ _PAPER = """main peft efficiency shots robustness formation taskids transfer coe
 ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
 ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; "all" on the command line
 
-_OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
+_OTHERS = """real main-real skewed chat real-ablations paper-ablations anchored-ablations anchored-shots
 curves curves-tickets anchored-unlabelled unlabelled many-labels larger"""
 BUILTIN = (*_OTHERS.split(), *ORDER)
 
