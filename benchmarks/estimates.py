@@ -44,9 +44,10 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", help="LABELSxROWSxTOKENS")
     parser.add_argument("--words", action="store_true", help="labels that share their first token")
     parser.add_argument("--set", dest="options", action="append", default=[], help="NAME=VALUE of anchored")
+    parser.add_argument("--dtype", help="such as bfloat16; default: float32 on a CPU")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    decoder = Decoder.from_pretrained(given.model)
+    decoder = Decoder.from_pretrained(given.model, dtype=given.dtype)
     (method,) = make_methods(["anchored"], dict(option.split("=", 1) for option in given.options))
     if not isinstance(method, Anchored):
         raise TypeError(method)
