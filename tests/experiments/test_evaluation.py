@@ -164,3 +164,12 @@ def test_sweep_fits_a_shared_method_once(decoder, task, monkeypatch):
     assert fits == [0, 1]
     for run, method in zip(runs, [one for one in methods for _ in (0, 1)], strict=True):
         assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions
+
+
+def test_sweep_raises_the_first_failure_unless_failures_are_received(decoder, task):
+    methods = make_methods(["cepe", "zero_shot"])
+    asked = {"shots": 2, "limit": 6, "workers": 1}
+    raises("no cepe compressor", sweep, lambda: decoder, [task], methods, [0], **asked)
+    failed = []
+    runs = sweep(lambda: decoder, [task], methods, [0], on_failure=failed.append, **asked)
+    assert ([run.method for run in runs], [run.method for run in failed]) == (["zero_shot"], ["cepe"])

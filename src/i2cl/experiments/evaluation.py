@@ -278,13 +278,15 @@ def sweep(
         workers: number of processes, see `run_jobs`.
         reword: changes the wording of a task for the loaded model, such as to its chat template.
         on_run: called with each finished run, in any order.
-        on_failure: called with each method that fails; the others continue.
+        on_failure: called with each method that fails; the others continue. Without it, the first failure
+            is raised.
 
     Returns:
         The runs, ordered by task, method and seed.
 
     Raises:
-        I2CLError: if a task has too few rows (before the model is loaded), or if no run succeeds.
+        I2CLError: if a task has too few rows (before the model is loaded), or if a method fails; with
+            ``on_failure``, only if no run succeeds.
     """
     for task in tasks:
         task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
@@ -306,9 +308,10 @@ def sweep(
     failures: list[NotRun] = []
     for run in chain.from_iterable(run_jobs(decoder, source, jobs, workers)):
         if isinstance(run, NotRun):
+            if on_failure is None:
+                raise I2CLError(run.reason)
             failures.append(run)
-            if on_failure is not None:
-                on_failure(run)
+            on_failure(run)
             continue
         runs.append(run)
         if on_run is not None:
