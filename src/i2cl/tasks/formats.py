@@ -75,7 +75,7 @@ class Columns:
 
     def positions(self, header: Sequence[str], place: str) -> list[int]:
         """Return the index of each column in a header. Raises RowError if one is missing or repeated."""
-        self.require(header, place)
+        self.require(header, place, "; the first line must name the columns")
         if repeated := [column for column in self.names if list(header).count(column) > 1]:
             raise RowError(f"the header names column {repeated[0]!r} twice: rename one of them", place)
         return [header.index(column) for column in self.names]
