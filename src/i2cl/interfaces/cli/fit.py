@@ -124,8 +124,8 @@ class EvaluationOptions:
     evaluate: int = opt(
         160,
         "Evaluate the fit beside baselines on up to this many held-out rows (at least one per label): test "
-        "rows, or training rows that are not demonstrations; a cross-validation if these are missing or lack "
-        "a label; 0 for no evaluation.",
+        "rows, or training rows that are not demonstrations. If a label has no such row, a cross-validation "
+        "runs instead. 0 for no evaluation.",
         min=0,
     )
     compare: str | None = opt(
