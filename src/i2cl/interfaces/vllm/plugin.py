@@ -17,12 +17,16 @@ def register() -> None:
     vLLM's default is to load every installed plugin; this one has to be enabled explicitly. Raises I2CLError
     if this version of vLLM was not tested.
     """
+    import torch
     import vllm
     from vllm import envs
 
     if NAME not in (envs.VLLM_PLUGINS or ()):
         return
     require_version(vllm.__version__)
+    # vLLM's attention uses AMX tiles without Linux's permission: a short first prompt, such as the canary's,
+    # ends the process with SIGILL
+    torch.cpu._init_amx()  # noqa: SLF001
     for architecture in SUBLAYERS:
         vllm.ModelRegistry.register_model(architecture, f"i2cl.interfaces.vllm.worker:{architecture}")
     _install()

@@ -61,9 +61,9 @@ def off(decoder, injection, prompt, answer):
 
 
 def nats(result, injection, decoder, prompts):
-    """Largest difference of each prompt's first new token's log-probability to the injected model's."""
+    """Difference of each prompt's first new token's log-probability to the injected model's."""
     first = [{name: one[name][:1] for name in ("ids", "logprobs")} for one in result]
-    return max(off(decoder, injection, *pair) for pair in zip(prompts, first, strict=True))
+    return [off(decoder, injection, *pair) for pair in zip(prompts, first, strict=True)]
 
 
 def call(url, body=None, key=USER, method=None):
