@@ -28,12 +28,12 @@ from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import difference
 from i2cl.experiments.store import Store
-from i2cl.injections.ensemble import TEXT_PRIORS, WeightPrior, cross_fitted, likely_weights
+from i2cl.injections.ensemble import EXPERT_PRIORS, WeightPrior, cross_fitted, likely_weights
 from i2cl.injections.temperature import TEMPERATURE_SPREAD, TYPICAL_TEMPERATURE, log_softmax
 
 PRIORS = [
     WeightPrior(1 / TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD / TYPICAL_TEMPERATURE),
-    *TEXT_PRIORS.values(),
+    *(EXPERT_PRIORS[name] for name in ("embeddings", "tfidf")),
 ]
 MEMBERS = ("anchored", "embeddings", "tfidf")
 OTHER_TASKS = "prior of the other tasks"

@@ -26,7 +26,7 @@ from i2cl.encoders import MINILM
 from i2cl.experiments.draw import up_to
 from i2cl.experiments.evaluation import fit_method, macro_f1
 from i2cl.experiments.evidence.fit_evaluation import sample_rows
-from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
+from i2cl.injections.ensemble import EXPERT_PRIORS, likely_weights
 from i2cl.injections.temperature import MIN_LOG_PROB, log_softmax
 from i2cl.methods import METHODS, Method
 from i2cl.methods.anchored import Anchored
@@ -52,8 +52,8 @@ EXPERTS: Mapping[str, Method] = {
     "anchored": METHODS["anchored"](),
 }
 PRIORS = {
-    "char_tfidf": TEXT_PRIORS["tfidf"],
-    "sentence_embeddings": TEXT_PRIORS["embeddings"],
+    "char_tfidf": EXPERT_PRIORS["tfidf"],
+    "sentence_embeddings": EXPERT_PRIORS["embeddings"],
     "anchored": llm_prior(EXPERTS["anchored"]),
 }
 """Of the weights of the ensemble's members: all experts but the majority class."""

@@ -90,8 +90,8 @@ def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ("llm,bert", "unknown expert 'bert': choose from llm, embeddings, tfidf"),
-        ((), "experts is empty: choose from llm, embeddings, tfidf"),
+        ("llm,bert", "unknown expert 'bert': choose from llm, states, embeddings, tfidf"),
+        ((), "experts is empty: choose from llm, states, embeddings, tfidf"),
     ],
 )
 def test_unusable_experts_are_refused(experts, message):

@@ -32,6 +32,7 @@ class StoredEnsemble(pydantic.BaseModel):
 
     weights: dict[str, float]  # by member, the LLM first
     encoder: str | None = None
+    states_layer: int | None = None
     llm_thresholds: tuple[float, ...] | None = None
 
 

@@ -1,7 +1,7 @@
-"""Text experts: small classifiers on the text alone, whose label probabilities are pooled with the LLM's.
+"""Experts: small classifiers whose label probabilities are pooled with the LLM's.
 
-Beyond the paper. The LLM and the text experts of an `i2cl.core.injection.LabelHead` are combined by a
-log-linear pool,
+Beyond the paper. Text experts see the text alone; `StatesExpert` sees hidden states of the LLM. The LLM and
+the experts of an `i2cl.core.injection.LabelHead` are combined by a log-linear pool,
 
     log p(label) = sum over members of weight * log p_member(label), normalized,
 
@@ -36,11 +36,12 @@ from i2cl.tasks import Examples, Task
 
 LLM = "llm"  # name of the LLM among the members of an ensemble
 TFIDF_C = 10.0  # scikit-learn's C
+STATES_C = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class TextExpert(ABC):
-    """Logistic regression on features of a text; in a multi-label task, one per label.
+class Expert(ABC):
+    """Logistic regression on features of a query; in a multi-label task, one per label.
 
     Attributes:
         weights: log-odds of each label per feature; the last column is the intercept.
@@ -56,6 +57,14 @@ class TextExpert(ABC):
     tensor_names: ClassVar[tuple[str, ...]]
 
     @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all stored tensors, by `tensor_names`."""
+
+
+class TextExpert(Expert):
+    """An expert on features of the text alone."""
+
+    @abstractmethod
     def scores(
         self, texts: Sequence[str], device: str, progress: Progress | None = None
     ) -> Float[Tensor, "texts labels"]:
@@ -66,9 +75,41 @@ class TextExpert(ABC):
         encoder of the fit is missing.
         """
 
-    @abstractmethod
+
+@dataclass(frozen=True, eq=False)
+class StatesExpert(Expert):
+    """Logistic regression on a hidden state of the edited LLM, from the pass that scores the labels.
+
+    The state is the query's mean where it enters a block (`i2cl.models.edits.RecordMean`), standardized.
+
+    Attributes:
+        layer: index of the block.
+    """
+
+    layer: int
+
+    name = "states"
+    tensor_names = ("states_weights",)
+
+    @classmethod
+    def fit(
+        cls, states: Float[Tensor, "texts d"], layer: int, task: Task, demonstrations: Examples
+    ) -> "StatesExpert":
+        """Fit the classifier to the states of the demonstrations, with their weights."""
+        deviation, mean = torch.std_mean(states.double(), 0, correction=0)
+        deviation = deviation.where(deviation > 0, 1.0)
+        standardized = ((states - mean) / deviation).numpy()
+        *slopes, intercepts = fit_regression(standardized, task, demonstrations, STATES_C).double().T
+        factors = torch.stack(slopes) / deviation[:, None]
+        return cls(torch.cat([factors.T, (intercepts - mean @ factors)[:, None]], 1).float(), layer)
+
+    def scores(self, states: Float[Tensor, "*texts d"]) -> Float[Tensor, "*texts labels"]:
+        """Compute the score of each label: log-probabilities up to a constant per text."""
+        return regression_scores(self.weights, states)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all stored tensors, by `tensor_names`."""
+        """Return the weights."""
+        return dict(zip(self.tensor_names, (self.weights,), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,28 +255,36 @@ class TfidfExpert(TextExpert):
         return dict(zip(self.tensor_names, (self.weights, self.buckets, self.idf), strict=True))
 
 
-EXPERTS = {expert.name: expert for expert in (EmbeddingsExpert, TfidfExpert)}
+EXPERTS: dict[str, type[Expert]] = {
+    expert.name: expert for expert in (StatesExpert, EmbeddingsExpert, TfidfExpert)
+}
 
 
 def stored_experts(
-    weights: Mapping[str, float], encoder: str | None, tensors: Mapping[str, Tensor]
-) -> tuple[TextExpert, ...]:
-    """Return the text experts of a stored ensemble.
+    weights: Mapping[str, float],
+    encoder: str | None,
+    states_layer: int | None,
+    tensors: Mapping[str, Tensor],
+) -> tuple[Expert, ...]:
+    """Return the experts of a stored ensemble, besides the LLM.
 
     Args:
         weights: weights by name of the member.
         encoder: sentence encoder of the member ``"embeddings"``.
+        states_layer: layer of the member ``"states"``.
         tensors: the experts' tensors by name.
 
     Raises:
         KeyError: if a tensor is missing.
         I2CLError: if an expert is unknown or damaged.
     """
-    experts: list[TextExpert] = []
+    experts: list[Expert] = []
     for name in [name for name in weights if name != LLM]:
         if name == EmbeddingsExpert.name and encoder:
             regression, probe = (tensors[tensor] for tensor in EmbeddingsExpert.tensor_names)
             experts.append(EmbeddingsExpert(regression, encoder, probe))
+        elif name == StatesExpert.name and states_layer is not None:
+            experts.append(StatesExpert(tensors[StatesExpert.tensor_names[0]], states_layer))
         elif name == TfidfExpert.name:
             experts.append(TfidfExpert(*(tensors[tensor] for tensor in TfidfExpert.tensor_names)))
         else:
@@ -290,7 +339,7 @@ def _fit_label(
 
 
 def regression_scores(
-    weights: Float[Tensor, "labels inputs"], features: Float[Tensor, "texts features"]
-) -> Float[Tensor, "texts labels"]:
+    weights: Float[Tensor, "labels inputs"], features: Float[Tensor, "*texts features"]
+) -> Float[Tensor, "*texts labels"]:
     """Return the label scores of a logistic regression, whose intercept is the last column."""
     return features @ weights[:, :-1].T + weights[:, -1]

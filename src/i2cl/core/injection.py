@@ -19,12 +19,12 @@ from torch.nn.functional import logsigmoid
 
 from i2cl.core import artefact
 from i2cl.core.ablations import Positions, at_positions
-from i2cl.core.experts import LLM, EmbeddingsExpert, TextExpert, pool, stored_experts
+from i2cl.core.experts import LLM, EmbeddingsExpert, Expert, StatesExpert, TextExpert, pool, stored_experts
 from i2cl.core.recipe import ExtractConfig
 from i2cl.encoders import absolute
 from i2cl.errors import I2CLError, require_type
 from i2cl.models.decoder import DECODER_HINT, Decoder
-from i2cl.models.edits import AffineEdit, Edit
+from i2cl.models.edits import AffineEdit, Edit, RecordMean
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.label_tokens import Scoring
 from i2cl.models.loading import usable_device
@@ -50,7 +50,7 @@ class LabelHead:
 
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
     the label words (`i2cl.models.label_tokens.LabelTokens`). First the bias is added to them. Then they are
-    divided by the temperature or, if there are text experts, pooled with their scores (`i2cl.core.experts`).
+    divided by the temperature or, if there are experts, pooled with their scores (`i2cl.core.experts`).
     An LLM with a weight of exactly 0 does not run.
 
     In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
@@ -63,9 +63,9 @@ class LabelHead:
         bias: nats per label, added to the LLM's log-probabilities among the labels, or None.
         temperature: of the LLM alone: divides its log-probabilities among the labels, after the bias. Above
             1 it lowers confidence; predictions stay the same. An ensemble has a weight for the LLM instead.
-        experts: text experts of the ensemble; none for the LLM alone.
-        expert_weights: weight of the LLM, 0 for a fit without it, then of each text expert; not negative.
-            Empty without text experts.
+        experts: the other members of the ensemble, the `StatesExpert` first; none for the LLM alone.
+        expert_weights: weight of the LLM, 0 for a fit without it, then of each expert; not negative. Empty
+            without experts.
         thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
             label, the most probable.
         llm_thresholds: thresholds for the LLM alone, if they were fitted.
@@ -75,7 +75,7 @@ class LabelHead:
     word_weights: Float[Tensor, "tokens labels"] | None = None
     bias: tuple[float, ...] | None = None
     temperature: float = 1.0
-    experts: tuple[TextExpert, ...] = ()
+    experts: tuple[Expert, ...] = ()
     expert_weights: tuple[float, ...] = ()
     thresholds: tuple[float, ...] | None = None
     llm_thresholds: tuple[float, ...] | None = None
@@ -101,6 +101,16 @@ class LabelHead:
         return next((expert for expert in self.experts if isinstance(expert, EmbeddingsExpert)), None)
 
     @property
+    def states(self) -> StatesExpert | None:
+        """The expert on hidden states of the LLM, if there is one."""
+        return next((expert for expert in self.experts if isinstance(expert, StatesExpert)), None)
+
+    @property
+    def text_experts(self) -> tuple[TextExpert, ...]:
+        """The experts on the text alone."""
+        return tuple(expert for expert in self.experts if isinstance(expert, TextExpert))
+
+    @property
     def ensemble(self) -> dict[str, Any] | None:
         """JSON description of the ensemble; None for the LLM alone."""
         if not self.experts:
@@ -109,6 +119,8 @@ class LabelHead:
         description: dict[str, Any] = {"weights": dict(zip(names, self.expert_weights, strict=True))}
         if self.embeddings is not None:
             description["encoder"] = self.embeddings.encoder
+        if self.states is not None:
+            description["states_layer"] = self.states.layer
         if self.llm_thresholds is not None:
             description["llm_thresholds"] = list(self.llm_thresholds)
         return description
@@ -150,6 +162,8 @@ class LabelHead:
             raise I2CLError(
                 f"ensemble weights {self.expert_weights} are not one per member, at least 0: fit it again"
             )
+        if self.states is not None and not (self.uses_llm and self.experts[0] is self.states):
+            raise I2CLError("the expert on hidden states needs the LLM, and comes first: fit it again")
         for expert in self.experts:
             if len(expert.weights) != count:
                 shape = tuple(expert.weights.shape)
@@ -162,9 +176,9 @@ class LabelHead:
 
         ``progress`` is called by the first one. Raises I2CLError as `i2cl.core.experts.TextExpert.scores`.
         """
-        if not self.experts:
+        if not self.text_experts:
             return None
-        first, *others = self.experts
+        first, *others = self.text_experts
         scores = [first.scores(texts, str(device), progress)]
         return torch.stack([*scores, *(other.scores(texts, str(device)) for other in others)], 1)
 
@@ -172,6 +186,7 @@ class LabelHead:
         self,
         scores: Float[Tensor, "*queries labels"] | None,
         text_scores: Float[Tensor, "*queries experts labels"] | None = None,
+        states: Float[Tensor, "*queries d"] | None = None,
     ) -> Float[Tensor, "*queries labels"]:
         """Turn label scores into log-probabilities among the labels, normalized, in float32.
 
@@ -181,9 +196,12 @@ class LabelHead:
             scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
                 log-odds. None if the head does not use the LLM.
             text_scores: the text experts' scores; required if the head has text experts.
+            states: the queries' hidden states at `StatesExpert.layer`; required if the head has this expert.
         """
-        if self.experts and text_scores is None:
+        if self.text_experts and text_scores is None:
             raise ValueError("an ensemble needs the scores of its text experts")
+        if self.states is not None and states is None:
+            raise ValueError("this ensemble needs hidden states of the LLM")
         bias = None if self.bias is None else torch.tensor(self.bias)
         if scores is None:
             if self.uses_llm or text_scores is None:
@@ -193,10 +211,15 @@ class LabelHead:
             return label_log_probs(scores, bias, self.temperature)
         else:
             llm_scores = scores.double() if bias is None else scores.double() + bias
-            if text_scores is None:
+            if not self.experts:
                 logits = llm_scores / self.temperature
             else:
-                logits = pool(torch.cat([llm_scores[..., None, :], text_scores], -2), self.expert_weights)
+                members = [llm_scores[..., None, :]]
+                if self.states is not None and states is not None:
+                    members.append(self.states.scores(states)[..., None, :])
+                if text_scores is not None:
+                    members.append(text_scores)
+                logits = pool(torch.cat(members, -2), self.expert_weights)
         return (logsigmoid(logits) if self.multi_label else logits.log_softmax(-1)).float()
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
@@ -284,6 +307,11 @@ class Injection:
                 f"the task has multi_label={self.task.multi_label} and its head {state} thresholds: fit "
                 "it again"
             )
+        states = self.head.states
+        if states is not None and not (
+            states.weights.shape[1] == self.base.d_model + 1 and 0 <= states.layer < self.base.layers
+        ):
+            raise I2CLError("the stored weights of the hidden states are damaged: copy or fit it again")
 
     def with_head(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `LabelHead`."""
@@ -297,7 +325,7 @@ class Injection:
             raise I2CLError(f"task {self.task.name!r} has no LLM part (--experts {experts}): {hint}")
 
     def llm_alone(self) -> "Injection":
-        """Return a copy without text experts, which exports and vLLM cannot hold.
+        """Return a copy without experts, which exports and vLLM cannot hold.
 
         In a multi-label task it has the thresholds of the LLM alone; `DEFAULT_THRESHOLD` without any. Raises
         I2CLError as `require_llm`.
@@ -374,8 +402,29 @@ class Injection:
         self.require_base(decoder, force=force)
         # before the LLM runs, so that a missing encoder is noticed early
         text_scores = self.head.text_scores(texts, decoder.device)
-        scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
-        return self.head.log_probs(scores, text_scores)
+        if self.head.states is None:
+            scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
+            return self.head.log_probs(scores, text_scores)
+        layer = self.head.states.layer
+        scores, states = self.scores_and_states(decoder, texts, layer, scoring=scoring, progress=progress)
+        return self.head.log_probs(scores, text_scores, states)
+
+    def scores_and_states(
+        self,
+        decoder: Decoder,
+        texts: Sequence[str],
+        layer: int,
+        *,
+        scoring: Scoring | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Float[Tensor, "texts labels"], Float[Tensor, "texts d"]]:
+        """Compute the LLM's score of each label, and the query's mean state where it enters a layer.
+
+        Raises I2CLError on an empty text.
+        """
+        edit = RecordMean(self.edit(), {layer}, len(texts), decoder.d_model)
+        scores = self.scorer(decoder, scoring).scores(texts, edit=edit, progress=progress)
+        return scores, edit.states[layer]
 
     def label_log_mass(
         self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
@@ -533,7 +582,7 @@ class Injection:
                 word_weights=tensors["word_weights"] if stored.word_weights else None,
                 bias=stored.label_bias,
                 temperature=stored.temperature,
-                experts=stored_experts(ensemble.weights, ensemble.encoder, tensors),
+                experts=stored_experts(ensemble.weights, ensemble.encoder, ensemble.states_layer, tensors),
                 expert_weights=tuple(ensemble.weights.values()),
                 thresholds=stored.thresholds,
                 llm_thresholds=ensemble.llm_thresholds,

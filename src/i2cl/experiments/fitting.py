@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from i2cl.core.experts import EmbeddingsExpert
+from i2cl.core.experts import EmbeddingsExpert, StatesExpert
 from i2cl.core.injection import Injection
 from i2cl.core.language import warn_of_language
 from i2cl.errors import I2CLError
@@ -17,7 +17,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     typical_temperature,
 )
 from i2cl.experiments.evidence.multi_label import evaluate_multi_label
-from i2cl.injections.ensemble import fit_ensemble, plain_injection
+from i2cl.injections.ensemble import fit_ensemble, plain_injection, with_states_expert
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
@@ -63,7 +63,8 @@ def fit_task(
 
     def refit(rest: Examples) -> Injection:
         again = refitting(request.method, injection)(decoder, task, rest, request.seed, observer.refit_step)
-        return _with_label_prior(again, decoder, request)
+        again = _with_label_prior(again, decoder, request)
+        return again if injection.head.states is None else _with_states_expert(again, decoder, rest, request)
 
     evaluate = evaluate_multi_label if task.multi_label else evaluate_fit
     return evaluate(
@@ -95,6 +96,8 @@ def _fit(
         observer.stage("embedding texts", len(weighted))
     prior = llm_prior(method)
     injection = fit_ensemble(injection, request.ensemble, prior, weighted, device, observer.scored)
+    if StatesExpert.name in request.ensemble.members():
+        injection = _with_states_expert(injection, decoder, demonstrations, request)
     settings = injection.settings
     if injection.head.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
@@ -118,6 +121,13 @@ def _fit_llm(
     if temperature := typical_temperature(method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
     return injection
+
+
+def _with_states_expert(
+    injection: Injection, decoder: Decoder, demonstrations: Examples, request: FitRequest
+) -> Injection:
+    weighted = request.method.weighted(injection.task, demonstrations)
+    return with_states_expert(injection, decoder, llm_prior(request.method), weighted)
 
 
 def _with_label_prior(
@@ -144,6 +154,7 @@ def require_supported(task: Task, request: FitRequest) -> None:
     for given, what in (
         (request.unlabelled, "a label prior (--unlabelled)"),
         (request.target is not None, "--target-accuracy"),
+        (StatesExpert.name in request.ensemble.members(), f"the expert {StatesExpert.name!r}"),
         (isinstance(request.method, Anchored) and request.method.anchoring.class_weight, "--class-weight"),
     ):
         if given:

@@ -1,4 +1,4 @@
-"""Fit text experts beside an injection, and the weights of the log-linear pool of all members.
+"""Fit experts beside an injection, and the weights of the log-linear pool of all members.
 
 Beyond the paper. The weights are a maximum a posteriori estimate from predictions on rows that the members
 were not fitted to. Their prior is normal, restricted to weights of at least 0, so a few rows leave them near
@@ -20,7 +20,7 @@ from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 
 from i2cl import encoders
-from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, TextExpert, TfidfExpert
+from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, StatesExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection, LabelHead
 from i2cl.core.language import LanguageWarning, knows_language
 from i2cl.encoders import EmbeddingsConfig
@@ -34,6 +34,8 @@ from i2cl.tasks import Examples, Task
 MIN_WEIGHT = 0.001  # practically 0; its inverse is the highest temperature
 WEIGHT_FOLDS = 10  # folds of the rows that weights are fitted on, to evaluate them
 MEMBERS = (LLM, *EXPERTS)
+TEXT_EXPERTS = (EmbeddingsExpert.name, TfidfExpert.name)
+STATES_DEPTH = 0.93  # of the block whose input the expert on hidden states sees
 
 
 class WeightPrior(NamedTuple):
@@ -43,10 +45,14 @@ class WeightPrior(NamedTuple):
     std: float
 
 
-TEXT_PRIORS: Mapping[str, WeightPrior] = MappingProxyType(
-    {EmbeddingsExpert.name: WeightPrior(0.8, 0.9), TfidfExpert.name: WeightPrior(0.5, 0.9)}
+EXPERT_PRIORS: Mapping[str, WeightPrior] = MappingProxyType(
+    {
+        StatesExpert.name: WeightPrior(0.35, 0.5),
+        EmbeddingsExpert.name: WeightPrior(0.8, 0.9),
+        TfidfExpert.name: WeightPrior(0.5, 0.9),
+    }
 )
-"""Priors of the text experts, whose best weights on eleven tasks are between 0 and 2.3."""
+"""Priors of the experts. The best weights of the text experts on eleven tasks are between 0 and 2.3."""
 
 
 def _names(value: Any) -> Any:
@@ -59,7 +65,7 @@ class EnsembleConfig(Settings):
 
     Attributes:
         experts: names of the members. Default: the LLM, character n-grams, and a sentence encoder if one is
-            given or needs no download.
+            given or needs no download. ``"states"``, hidden states of the LLM, needs ``"llm"``.
         encoder: the sentence encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
         embeddings_c: scikit-learn's ``C`` of the classifier on its embeddings.
     """
@@ -99,17 +105,22 @@ class EnsembleConfig(Settings):
         Raises I2CLError on an unknown name, or if a named encoder is missing.
         """
         if self.experts is None:
-            return tuple(name for name in MEMBERS if name != EmbeddingsExpert.name or self.embeddings)
+            names = (LLM, *([EmbeddingsExpert.name] if self.embeddings else []), TfidfExpert.name)
+            return tuple(name for name in MEMBERS if name in names)
         if unknown := [name for name in self.experts if name not in MEMBERS]:
             raise I2CLError(f"unknown expert {unknown[0]!r}: choose from {', '.join(MEMBERS)}")
         if not self.experts:
             raise I2CLError(f"experts is empty: choose from {', '.join(MEMBERS)}")
+        if StatesExpert.name in self.experts and LLM not in self.experts:
+            raise I2CLError(
+                f"the expert {StatesExpert.name!r} sees states of the LLM: add {LLM!r} to experts"
+            )
         if EmbeddingsExpert.name in self.experts:
             encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
         return tuple(name for name in MEMBERS if name in self.experts)
 
     def text_experts(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
-        """Return the `members` besides the LLM.
+        """Return the `members` that see the text alone.
 
         The default encoder is left out if it does not support the language of the texts.
 
@@ -119,7 +130,7 @@ class EnsembleConfig(Settings):
             texts: samples of the language.
             device: device of the sentence encoder.
         """
-        names = tuple(name for name in self.members() if name != LLM)
+        names = tuple(name for name in self.members() if name in TEXT_EXPERTS)
         if EmbeddingsExpert.name not in names or self.experts is not None or self.encoder is not None:
             return names
         name = encoders.local_encoder() or encoders.HUB_ID
@@ -180,8 +191,35 @@ def fit_ensemble(
     if not names:
         return injection.llm_alone()
     experts = tuple(fit_expert(name, config, task, demonstrations, device, progress) for name in names)
-    weights = (llm.mean if config.uses_llm else 0.0, *(TEXT_PRIORS[name].mean for name in names))
+    weights = (llm.mean if config.uses_llm else 0.0, *(EXPERT_PRIORS[name].mean for name in names))
     return injection.with_head(experts=experts, expert_weights=weights)
+
+
+def with_states_expert(
+    injection: Injection, decoder: Decoder, llm: WeightPrior, demonstrations: Examples
+) -> Injection:
+    """Fit an expert on hidden states, and add it to an injection at the prior mean of its weight.
+
+    Args:
+        injection: the fitted injection, with its text experts if any.
+        decoder: its model.
+        llm: prior of the LLM's weight.
+        demonstrations: labelled examples, with their weights.
+
+    Returns:
+        The ensemble; the same injection if a label has no demonstration, which the expert could not predict.
+    """
+    task, head = injection.task, injection.head
+    if len({label for example in demonstrations for label in example.ids}) < len(task.labels):
+        return injection
+    started, last = time.perf_counter(), decoder.layers - 1
+    layer = min(last, round(STATES_DEPTH * decoder.layers))
+    _, states = injection.scores_and_states(decoder, [example.text for example in demonstrations], layer)
+    expert = StatesExpert.fit(states, layer, task, demonstrations)
+    expert = replace(expert, fit_seconds=time.perf_counter() - started)
+    of_llm, *others = head.expert_weights or (llm.mean,)
+    weights = (of_llm, EXPERT_PRIORS[expert.name].mean, *others)
+    return injection.with_head(experts=(expert, *head.experts), expert_weights=weights)
 
 
 def fit_expert(

@@ -18,7 +18,7 @@ from i2cl.core.injection import Injection, LabelHead
 from i2cl.errors import I2CLError, require_type
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import AffineEdit, Edit, HookPoint
+from i2cl.models.edits import AffineEdit, Edit, HookPoint, RecordMean
 from i2cl.models.scoring import LabelScorer, Progress, require_finite, require_texts, score
 from i2cl.tasks import Task
 
@@ -222,12 +222,19 @@ class InjectionPool:
         for rows in by_kind.values():
             tasks = [queries[row].task for row in rows]
             ids, labels = [queries[row].ids for row in rows], [task.scorer.labels for task in tasks]
-            values = score(self.decoder, ids, labels, edit=_make_edit(tasks), progress=progress)
+            edit = _make_edit(tasks)
+            layers = {task.head.states.layer for task in tasks if task.head.states is not None}
+            if layers:
+                edit = RecordMean(edit, layers, len(rows), self.decoder.d_model)
+            values = score(self.decoder, ids, labels, edit=edit, progress=progress)
             require_finite(values, self.decoder)
-            for row, task, padded in zip(rows, tasks, values, strict=True):
-                row_labels = task.scorer.labels
+            for index, (row, task, padded) in enumerate(zip(rows, tasks, values, strict=True)):
+                row_labels, expert = task.scorer.labels, task.head.states
                 label_scores = padded[: len(row_labels.sequences)]
-                log_probs = task.head.log_probs(label_scores, text_scores.get(row))
+                states = None
+                if expert is not None and isinstance(edit, RecordMean):
+                    states = edit.states[expert.layer][index]
+                log_probs = task.head.log_probs(label_scores, text_scores.get(row), states)
                 mass = None if row_labels.word_tokens else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]

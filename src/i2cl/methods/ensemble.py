@@ -1,22 +1,31 @@
-"""A log-linear pool of the LLM and text experts, as a method; `i2cl fit` stores the same as one injection."""
+"""A log-linear pool of a method and other experts; `i2cl fit` stores the same in one injection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 
-from i2cl.core.experts import LLM, EmbeddingsExpert, TfidfExpert, pool
+from i2cl.core.experts import LLM, EmbeddingsExpert, StatesExpert, TfidfExpert, pool
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.injections.ensemble import TEXT_PRIORS, EnsembleConfig, WeightPrior, likely_weights
+from i2cl.injections.ensemble import (
+    EXPERT_PRIORS,
+    EnsembleConfig,
+    WeightPrior,
+    likely_weights,
+    with_states_expert,
+)
 from i2cl.methods.base import Cost, LabelScores, Method, Predictor
 from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
 from i2cl.methods.cross_validation import FOLDS, cross_validate, cross_validation_error
+from i2cl.methods.injecting import Injector
 from i2cl.methods.postprocessing import Wrapper
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Examples, Task
+from i2cl.tasks import Example, Examples, Task
 
 
 def text_methods(config: EnsembleConfig, progress: Progress | None = None) -> dict[str, Method]:
@@ -34,6 +43,52 @@ def llm_prior(method: Method) -> WeightPrior:
     """Return the prior of the LLM's weight, which corresponds to the method's prior of the temperature."""
     temperature, spread = method.temperature_prior
     return WeightPrior(1 / temperature, spread / temperature)
+
+
+@dataclass(frozen=True)
+class StatesPredictor:
+    """The expert on hidden states of an injection's LLM."""
+
+    injection: Injection
+    decoder: Decoder
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the expert; the LLM's is not included."""
+        return Cost.of(self._expert.weights)
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the expert's log-probabilities."""
+        layer = self._expert.layer
+        _, states = self.injection.scores_and_states(self.decoder, texts, layer, progress=progress)
+        return self._expert.scores(states).log_softmax(-1)
+
+    @property
+    def _expert(self) -> StatesExpert:
+        if (expert := self.injection.head.states) is None:
+            raise ValueError("the injection has no expert on hidden states")
+        return expert
+
+
+@dataclass(frozen=True)
+class HiddenStates(Method):
+    """Logistic regression on hidden states of the LLM that a method has edited; a member of an ensemble."""
+
+    inner: Injector
+
+    name = StatesExpert.name
+    summary = "logistic regression on hidden states of the edited LLM"
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> StatesPredictor:
+        """Fit the inner method, then the classifier."""
+        injection = self.inner.fit_injection(decoder, task, demonstrations, seed)
+        return self.fit_on(injection, decoder, demonstrations)
+
+    def fit_on(self, injection: Injection, decoder: Decoder, demonstrations: Examples) -> StatesPredictor:
+        """Fit the classifier to a fitted injection."""
+        weighted = self.inner.weighted(injection.task, demonstrations)
+        fitted = with_states_expert(injection, decoder, llm_prior(self.inner), weighted)
+        return StatesPredictor(fitted, decoder)
 
 
 @dataclass(frozen=True)
@@ -73,22 +128,45 @@ class Ensemble(Wrapper):
         """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`, and without the
         LLM.
         """
-        methods_by_name = text_methods(self.config)
+        methods_by_name: dict[str, Method] = dict(text_methods(self.config))
         device = str(decoder.device)
         if not self.config.uses_llm:
             raise I2CLError(f"{self.full_name} needs the LLM: add {LLM!r} to experts")
-        names = self.config.text_experts([row.text for row in shown], device)
-        methods = [self.inner, *(methods_by_name[name] for name in names)]
-        priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
-        fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]
+        names = list(self.config.text_experts([row.text for row in shown], device))
+
+        @cache
+        def fit_inner(rest: tuple[Example, ...]) -> Predictor:
+            return inner if rest == tuple(shown) else self.inner.fit(decoder, task, rest, seed)
+
+        def fit(name: str, rest: tuple[Example, ...]) -> Predictor:
+            if name == LLM:
+                return fit_inner(rest)
+            if name == StatesExpert.name:
+                return self._fit_states(fit_inner(rest), decoder, rest)
+            return methods_by_name[name].fit(decoder, task, rest, seed)
+
+        if StatesExpert.name in self.config.members():
+            names.insert(0, StatesExpert.name)
+        priors = [llm_prior(self.inner), *(EXPERT_PRIORS[name] for name in names)]
+        fitted = [fit(name, tuple(shown)) for name in (LLM, *names)]
         weights = tuple(prior.mean for prior in priors)
         if not cross_validation_error(task, shown, FOLDS, seed):
             held_out = [
-                cross_validate(task, shown, partial(method.fit, decoder, task, seed=seed), FOLDS, seed)
-                for method in methods
+                cross_validate(task, shown, partial(fit, name), FOLDS, seed) for name in (LLM, *names)
             ]
             scored = [row for row in shown if row.text in held_out[0].fold_of]
             queries, gold = [row.text for row in scored], np.array([row.label for row in scored])
             log_probs = [predictor.log_probs(queries).double().log_softmax(-1) for predictor in held_out]
             weights = likely_weights(torch.stack(log_probs).numpy(), gold, priors)
         return PooledPredictor(tuple(fitted), weights)
+
+    def _fit_states(
+        self, inner: Predictor, decoder: Decoder, demonstrations: tuple[Example, ...]
+    ) -> StatesPredictor:
+        injection = inner.injection if isinstance(inner, PromptPredictor) else None
+        if injection is None or not isinstance(self.inner, Injector):
+            raise I2CLError(
+                f"the expert {StatesExpert.name!r} needs a method that edits the LLM, and "
+                f"{self.inner.full_name} does not: leave it out of experts, or use anchored"
+            )
+        return HiddenStates(self.inner).fit_on(injection, decoder, demonstrations)

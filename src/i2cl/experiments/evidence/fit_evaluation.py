@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
+from i2cl.core.experts import EmbeddingsExpert, StatesExpert, TextExpert, TfidfExpert
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, failure_reason
 from i2cl.experiments.confidence import confidence, highest
@@ -32,7 +32,7 @@ from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import Comparison, Counts, Verdict, verdict, wilson
 from i2cl.experiments.records import Run, Scores
 from i2cl.injections.ensemble import (
-    TEXT_PRIORS,
+    EXPERT_PRIORS,
     WEIGHT_FOLDS,
     EnsembleConfig,
     WeightPrior,
@@ -50,7 +50,7 @@ from i2cl.methods.cross_validation import (
     fold_rows,
     single_text_labels,
 )
-from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
+from i2cl.methods.ensemble import Ensemble, HiddenStates, StatesPredictor, llm_prior, text_methods
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
@@ -342,13 +342,19 @@ def evaluate_fit(
     method, shared = request.method, SharedScores()
     observer = observer or FitObserver()
     fitter = _Fitter(decoder, task, tuple(demonstrations), plan, injection.seed)
-    texts = text_methods(request.ensemble, observer.embedded)
-    fits = fitter.baselines(request, texts.values())
-    experts = [expert.name for expert in injection.head.experts]
-    members = [texts[name].full_name for name in experts]
-    priors = [TEXT_PRIORS[name] for name in experts]
+    methods = text_methods(request.ensemble, observer.embedded)
+    fits = fitter.baselines(request, methods.values())
     if not plan.folds:
-        fits |= {texts[expert.name]: partial(fitter.use_expert, expert) for expert in injection.head.experts}
+        text_experts = injection.head.text_experts
+        fits |= {methods[expert.name]: partial(fitter.use_expert, expert) for expert in text_experts}
+    refit = cache(refit)
+    if injection.head.states is not None:
+        states = HiddenStates(method)
+        methods[states.name] = states
+        fits[states] = partial(fitter.use_states, injection, refit)
+    experts = [expert.name for expert in injection.head.experts]
+    members = [methods[name].full_name for name in experts]
+    priors = [EXPERT_PRIORS[name] for name in experts]
     if injection.head.uses_llm:
         evaluated = method if injection.label_bias is None else LabelPrior(method)
         fits[evaluated] = partial(fitter.use_injection, injection, refit, seconds)
@@ -415,6 +421,18 @@ class _Fitter:
                 predictor.cost,
             )
         return Fitted(method, predictor, self.demonstrations, self.seed, seconds)
+
+    def use_states(
+        self, injection: Injection, refit: Callable[[Examples], Injection], method: Method
+    ) -> Fitted:
+        """Return the expert on hidden states of the fit that is evaluated, or of its refits."""
+        predictor: Predictor = StatesPredictor(injection, self.decoder)
+        if self.plan.folds:
+            predictor = self._refits(
+                self.demonstrations, lambda rest: StatesPredictor(refit(rest), self.decoder), predictor.cost
+            )
+        (expert,) = (expert for expert in injection.head.experts if expert.name == StatesExpert.name)
+        return Fitted(method, predictor, self.demonstrations, self.seed, expert.fit_seconds)
 
     def use_expert(self, expert: TextExpert, method: Method) -> Fitted:
         """Return a text expert of the fit that is evaluated."""
@@ -510,11 +528,12 @@ def _with_evaluation(
     np.add.at(confusion, (gold, predictions), 1)
     support = confusion.sum(1).tolist()
     llm_gain: dict[str, float] = {}
-    if uses_llm and len(members) > 1 and not plan.missing:
-        without = cross_fitted(log_probs[1:], gold, priors[1:], WEIGHT_FOLDS).argmax(1) == gold
+    texts = len(injection.head.text_experts)
+    if uses_llm and texts and not plan.missing:
+        without = cross_fitted(log_probs[-texts:], gold, priors[-texts:], WEIGHT_FOLDS).argmax(1) == gold
         compared = Comparison.of_counts(_discordant(correct, without), run.n)
         llm_gain = {"difference": compared.difference, "low": compared.low, "high": compared.high}
-        right, experts = int(without.sum()), injection.head.members[1:]
+        right, experts = int(without.sum()), [expert.name for expert in injection.head.text_experts]
         score = (right / run.n, *wilson(right, run.n))
         advised = advise_without_llm(comparison.advice, compared, experts, "accuracy", score)
         comparison = replace(comparison, advice=advised)
@@ -587,6 +606,8 @@ def advice(members: Collection[str], rival: str, *, uses_llm: bool = True) -> st
     """
     if rival in TEXT_METHODS:
         return _advise_text_method(rival, is_member=rival in members, uses_llm=uses_llm)
+    if rival == StatesExpert.name:
+        return "give more rows, which make the weights more reliable"
     if rival in members:
         return f"use {rival} alone (--experts llm), or give more rows, which make the weights more reliable"
     if rival == "majority_class":

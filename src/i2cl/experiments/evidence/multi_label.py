@@ -32,7 +32,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
 )
 from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
 from i2cl.injections.ensemble import (
-    TEXT_PRIORS,
+    EXPERT_PRIORS,
     EnsembleConfig,
     WeightPrior,
     cross_fitted,
@@ -191,11 +191,11 @@ def evaluate_multi_label(
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
     texts_by_expert, experts = text_methods(request.ensemble), [one.name for one in injection.head.experts]
-    fitted_experts = () if plan.folds else injection.head.experts
+    fitted_experts = () if plan.folds else injection.head.text_experts
     fits = baselines(decoder, task, plan, request.ensemble, fitted_experts, observer.embedded)
     known_seconds = {texts_by_expert[one.name].full_name: one.fit_seconds for one in fitted_experts}
     members = [texts_by_expert[expert].full_name for expert in experts]
-    priors = [TEXT_PRIORS[expert] for expert in experts]
+    priors = [EXPERT_PRIORS[expert] for expert in experts]
     if injection.head.uses_llm:
         fits[name], known_seconds[name] = refitted, seconds
         members, priors = [name, *members], [llm_prior(request.method), *priors]

@@ -89,9 +89,10 @@ class MethodOptions:
     )
     experts: str | None = opt(
         None,
-        "Classifiers that are combined, separated by commas: llm, embeddings (logistic regression on a "
-        "sentence encoder), tfidf (logistic regression on character n-grams). Without llm, the model never "
-        "runs. Default: all; embeddings only if i2cl\\[embeddings] and an encoder are installed.",
+        "Classifiers that are combined, separated by commas: llm, and logistic regression on states (hidden "
+        "states of the llm), embeddings (of a sentence encoder) or tfidf (character n-grams). Without llm, "
+        "the model never runs. Default: llm,embeddings,tfidf; embeddings only if i2cl\\[embeddings] and an "
+        "encoder are installed.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
 from i2cl.experiments.evidence.verdicts import Z, wilson
-from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
+from i2cl.injections.ensemble import EXPERT_PRIORS, likely_weights
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.jobs import Job, Jobs
@@ -156,7 +156,7 @@ def _cross_validate(
     """
     counts, labelled = Counter(row.label for row in rows), len(rows)
     rows = [row for row in rows if counts[row.label] > 1]
-    task, prior = task_of(project, rows), TEXT_PRIORS[expert]
+    task, prior = task_of(project, rows), EXPERT_PRIORS[expert]
     if not task.train:
         return prior.mean, None, []
     log_probs = torch.empty(len(rows), len(task.labels))  # of each row by a fit without its fold

@@ -69,7 +69,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             labels, or ``"i2cl"``, the paper's method. Default: ``"anchored"``, or the method that a recipe or
             an option belongs to.
         recipe: calibration recipe of I2CL: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
-        experts: names of the classifiers that are combined: ``"llm"``, ``"embeddings"`` and ``"tfidf"``.
+        experts: names of the classifiers that are combined: ``"llm"``, ``"states"``,
+            ``"embeddings"`` and ``"tfidf"``.
             Default: all that are available; see `i2cl.injections.ensemble.EnsembleConfig`. Without
             ``"llm"``, the model is loaded by `fit`, but does not run.
         settings: options of the method over the recipe's, which `i2cl ls methods` lists, and of the experts,

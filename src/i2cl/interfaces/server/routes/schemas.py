@@ -195,7 +195,7 @@ class FitOptions(Body):
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     method: Literal["anchored", "i2cl"] | None = None
     experts: Annotated[
-        list[Literal["llm", "embeddings", "tfidf"]] | None,
+        list[Literal["llm", "states", "embeddings", "tfidf"]] | None,
         Field(description="Classifiers that are combined; default: all that are available."),
     ] = None
     recipe: Literal["paper", "released", "fast"] | None = None
