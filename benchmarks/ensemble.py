@@ -21,15 +21,22 @@ from typing import Any
 
 import numpy as np
 
-from i2cl import Decoder, Example, Task, load_task, make_methods
+from i2cl import Decoder, Example, Task, load_task
 from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
 from i2cl.encoders import MINILM, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.statistics import difference
 from i2cl.experiments.store import Store
-from i2cl.injections.ensemble import EXPERT_PRIORS, WeightPrior, cross_fitted, likely_weights
+from i2cl.injections.ensemble import (
+    EXPERT_PRIORS,
+    WeightPrior,
+    cross_fitted,
+    likely_weights,
+    with_states_expert,
+)
 from i2cl.injections.temperature import TEMPERATURE_SPREAD, TYPICAL_TEMPERATURE, log_softmax
+from i2cl.methods import make_injector
 
 PRIORS = [
     WeightPrior(1 / TYPICAL_TEMPERATURE, TEMPERATURE_SPREAD / TYPICAL_TEMPERATURE),
@@ -39,6 +46,9 @@ MEMBERS = ("anchored", "embeddings", "tfidf")
 OTHER_TASKS = "prior of the other tasks"
 METHODS = ("ensemble", "typical weights", OTHER_TASKS, "product", "anchored", "embeddings", "tfidf")
 RIVALS = ("lora", "setfit", "few_shot+label_prior")
+STATES_TOO, STATES_INSTEAD = "ensemble and hidden states", "hidden states instead of embeddings"
+NO_ENCODER = "ensemble without embeddings"
+STATES = (STATES_TOO, STATES_INSTEAD, NO_ENCODER, "states")
 LORA_INSTEAD, LORA_TOO = "ensemble with LoRA instead of anchored", "ensemble with both"
 NO_PRIOR = WeightPrior(0.5, 100.0)
 FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
@@ -123,16 +133,28 @@ def collect_fresh(
             used = {row.text for row in task.queries(limit)}
             rest = replace(task, test=tuple(row for row in task.test if row.text not in used))
             queries, demonstrations = rest.queries(limit), task.sample(None, seed)
-            (anchored,) = make_methods(["anchored"])
-            predictor = anchored.fit(decoder, task, demonstrations, seed)
-            llm = predictor.log_probs([row.text for row in queries]).double().log_softmax(-1).numpy()
+            llm, states = llm_scores(decoder, task, demonstrations, queries, seed)
             text = text_scores(task, demonstrations, queries, encoder)
             gold = [row.label for row in queries]
-            np.savez_compressed(path, scores=np.concatenate([llm[None], text]), gold=gold)
-            print(f"{name}, seed {seed}: LLM {(llm.argmax(1) == gold).mean():.3f}", flush=True)
-        stored = np.load(path)
-        collected[name, seed] = {"scores": stored["scores"], "gold": stored["gold"], "rivals": {}}
+            np.savez_compressed(path, scores=np.stack([llm, *text]), states=states, gold=gold)
+            accuracies = [f"{(one.argmax(1) == gold).mean():.3f}" for one in (llm, states)]
+            print(f"{name}, seed {seed}: LLM {accuracies[0]}, hidden states {accuracies[1]}", flush=True)
+        collected[name, seed] = {**np.load(path), "rivals": {}}
     return collected
+
+
+def llm_scores(
+    decoder: Decoder, task: Task, demonstrations: Sequence[Example], queries: Sequence[Example], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities of anchored calibration and of the expert on its hidden states."""
+    method = make_injector("anchored")
+    injection = method.fit_injection(decoder, task, demonstrations, seed)
+    expert = with_states_expert(injection, decoder, PRIORS[0], demonstrations).head.states
+    if expert is None:
+        raise ValueError(f"{task.name}: a label has no demonstration")
+    scores, states = injection.scores_and_states(decoder, [row.text for row in queries], expert.layer)
+    llm, on_states = (one.double().log_softmax(-1).numpy() for one in (scores, expert.scores(states)))
+    return llm, on_states
 
 
 def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
@@ -150,6 +172,18 @@ def evaluate(one: Scores, other_tasks: list[WeightPrior]) -> dict[str, Any]:
         "embeddings": scores[1],
         "tfidf": scores[2],
     }
+    if "states" in one:
+        llm, embeddings, tfidf = zip(scores, PRIORS, strict=True)
+        states = (one["states"], EXPERT_PRIORS["states"])
+        pools = {
+            STATES_TOO: (llm, states, embeddings, tfidf),
+            STATES_INSTEAD: (llm, states, tfidf),
+            NO_ENCODER: (llm, tfidf),
+        }
+        for name, members in pools.items():
+            log_probs, priors = zip(*members, strict=True)
+            pooled[name] = cross_fitted(np.stack(log_probs), gold, priors, folds=5)
+        pooled["states"] = one["states"]
     if "lora" in one:
         pooled[LORA_INSTEAD] = cross_fitted(np.stack([one["lora"], *scores[1:]]), gold, PRIORS, folds=5)
         both = np.stack([*scores, one["lora"]])
@@ -187,7 +221,7 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
             for task in tasks
             if all(method in records.get(f"{task} {seed}", {}) for seed in seeds)
         ]
-        for method in (*METHODS, *RIVALS, LORA_INSTEAD, LORA_TOO)
+        for method in (*METHODS, *RIVALS, *STATES, LORA_INSTEAD, LORA_TOO)
     }
     complete = {method: each for method, each in right.items() if len(each) == len(tasks)}
     differences = {
@@ -195,6 +229,11 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
         for method, each in complete.items()
         if method != "ensemble"
     }
+    for method, other in ((STATES_INSTEAD, NO_ENCODER), (STATES_TOO, STATES_INSTEAD)):
+        if method in complete:
+            one = difference(complete[method], complete[other])
+            interval = f"{100 * one.low:.1f} to {100 * one.high:.1f}, p {one.p:.4f}"
+            print(f"{method} minus {other}: {100 * one.mean:+.1f} ({interval})")
     rivals = [method for method in differences if method != OTHER_TASKS]  # a check of the prior, not a method
     qs = dict(zip(rivals, holm([differences[method].p for method in rivals]), strict=True))
     for method, each in complete.items():
