@@ -267,8 +267,8 @@ class RecordMean(Edit):
             tokens = torch.arange(output.shape[1], device=output.device)
             counted = (tokens > 0) & (tokens <= batch.last.to(output.device)[:, None])
             shares = counted / counted.sum(1, keepdim=True).clamp(min=1)
-            means = torch.einsum("btd,bt->bd", self._residual.float(), shares.float())
-            self.states[layer][list(batch.rows)] = means.cpu()
+            residual = self._residual.to(output.device).float()
+            self.states[layer][list(batch.rows)] = torch.einsum("btd,bt->bd", residual, shares.float()).cpu()
         return self.edit.output(layer, index, output, batch)
 
 

@@ -348,10 +348,9 @@ def evaluate_fit(
         text_experts = injection.head.text_experts
         fits |= {methods[expert.name]: partial(fitter.use_expert, expert) for expert in text_experts}
     refit = cache(refit)
-    if injection.head.states is not None:
-        states = HiddenStates(method)
-        methods[states.name] = states
-        fits[states] = partial(fitter.use_states, injection, refit)
+    if (states := injection.head.states) is not None:
+        methods[states.name] = HiddenStates(method)
+        fits[methods[states.name]] = partial(fitter.use_states, states, injection, refit)
     experts = [expert.name for expert in injection.head.experts]
     members = [methods[name].full_name for name in experts]
     priors = [EXPERT_PRIORS[name] for name in experts]
@@ -423,7 +422,11 @@ class _Fitter:
         return Fitted(method, predictor, self.demonstrations, self.seed, seconds)
 
     def use_states(
-        self, injection: Injection, refit: Callable[[Examples], Injection], method: Method
+        self,
+        expert: StatesExpert,
+        injection: Injection,
+        refit: Callable[[Examples], Injection],
+        method: Method,
     ) -> Fitted:
         """Return the expert on hidden states of the fit that is evaluated, or of its refits."""
         predictor: Predictor = StatesPredictor(injection, self.decoder)
@@ -431,7 +434,6 @@ class _Fitter:
             predictor = self._refits(
                 self.demonstrations, lambda rest: StatesPredictor(refit(rest), self.decoder), predictor.cost
             )
-        (expert,) = (expert for expert in injection.head.experts if expert.name == StatesExpert.name)
         return Fitted(method, predictor, self.demonstrations, self.seed, expert.fit_seconds)
 
     def use_expert(self, expert: TextExpert, method: Method) -> Fitted:
@@ -606,10 +608,11 @@ def advice(members: Collection[str], rival: str, *, uses_llm: bool = True) -> st
     """
     if rival in TEXT_METHODS:
         return _advise_text_method(rival, is_member=rival in members, uses_llm=uses_llm)
+    more_rows = "give more rows, which make the weights more reliable"
     if rival == StatesExpert.name:
-        return "give more rows, which make the weights more reliable"
+        return more_rows
     if rival in members:
-        return f"use {rival} alone (--experts llm), or give more rows, which make the weights more reliable"
+        return f"use {rival} alone (--experts llm), or {more_rows}"
     if rival == "majority_class":
         return "use more rows (--shots)" + (" or a label prior (--unlabelled, --prior)" if uses_llm else "")
     if rival == "few_shot":
