@@ -49,6 +49,13 @@ RIVALS = ("lora", "setfit", "few_shot+label_prior")
 STATES_TOO, STATES_INSTEAD = "ensemble and hidden states", "hidden states instead of embeddings"
 NO_ENCODER = "ensemble without embeddings"
 STATES = (STATES_TOO, STATES_INSTEAD, NO_ENCODER, "states")
+STATES_COMPARED = (
+    (STATES_TOO, "ensemble"),
+    (STATES_TOO, "anchored"),
+    (STATES_INSTEAD, NO_ENCODER),
+    (STATES_INSTEAD, "ensemble"),
+    ("states", "embeddings"),
+)
 LORA_INSTEAD, LORA_TOO = "ensemble with LoRA instead of anchored", "ensemble with both"
 NO_PRIOR = WeightPrior(0.5, 100.0)
 FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
@@ -229,12 +236,14 @@ def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, 
         for method, each in complete.items()
         if method != "ensemble"
     }
-    for method, other in ((STATES_INSTEAD, NO_ENCODER), (STATES_TOO, STATES_INSTEAD)):
-        if method in complete:
-            one = difference(complete[method], complete[other])
-            interval = f"{100 * one.low:.1f} to {100 * one.high:.1f}, p {one.p:.4f}"
-            print(f"{method} minus {other}: {100 * one.mean:+.1f} ({interval})")
-    rivals = [method for method in differences if method != OTHER_TASKS]  # a check of the prior, not a method
+    if STATES_TOO in complete:
+        compared = [difference(complete[method], complete[other]) for method, other in STATES_COMPARED]
+        states_qs = holm([one.p for one in compared])
+        for (method, other), one, q in zip(STATES_COMPARED, compared, states_qs, strict=True):
+            interval = f"{100 * one.low:.1f} to {100 * one.high:.1f}"
+            print(f"{method} minus {other}: {100 * one.mean:+.1f} ({interval}), q {q:.4f}")
+    # the prior of other tasks is a check, not a method; hidden states are compared apart
+    rivals = [method for method in differences if method not in {OTHER_TASKS, *STATES}]
     qs = dict(zip(rivals, holm([differences[method].p for method in rivals]), strict=True))
     for method, each in complete.items():
         means = {
