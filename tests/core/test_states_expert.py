@@ -163,6 +163,8 @@ def test_its_weight_is_fitted_beside_the_others(held_out):
     assert injection.head.expert_weights[1] != EXPERT_PRIORS["states"].mean
     methods = injection.evaluation["methods"]
     assert {"anchored", "states", "char_tfidf", "ensemble"} <= set(methods)
+    times = {name: one["milliseconds_per_query"] for name, one in methods.items()}
+    assert times["ensemble"] == pytest.approx(times["anchored"] + times["char_tfidf"])
     if held_out:
         texts, gold = zip(*((row.text, row.label) for row in plan.rows), strict=True)
         _, states = injection.scores_and_states(decoder, texts, injection.head.states.layer)

@@ -583,7 +583,10 @@ def with_weights(
 
 
 def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]) -> Run:
-    """Return the run of an ensemble, given its log-probabilities; it takes the time of all members."""
+    """Return the run of an ensemble, given its log-probabilities.
+
+    It takes the time of all members, except that hidden states come from the LLM's pass.
+    """
     gold, predictions = np.array(members[0].gold), pooled.argmax(1)
     changes: dict[str, Any] = {
         "method": Ensemble.name,
@@ -592,7 +595,7 @@ def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]
         "predictions": tuple(predictions.tolist()),
         "scores": Scores.of(pooled),
         "fit_seconds": sum(one.fit_seconds for one in members),
-        "predict_seconds": sum(one.predict_seconds for one in members),
+        "predict_seconds": sum(one.predict_seconds for one in members if one.method != StatesExpert.name),
         "cost": sum((one.cost for one in members[1:]), members[0].cost),
     }
     return members[0].model_copy(update=changes)
