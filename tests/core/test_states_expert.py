@@ -188,6 +188,15 @@ def test_the_method_ensemble_equals_the_fit():
     raises("needs a method that edits the LLM", other.fit, decoder, TICKETS, rows, 0)
 
 
+def test_a_label_without_an_example_leaves_it_out():
+    decoder = decoder_of("llama")
+    some = [row for row in TICKETS.train[:12] if row.label != 2]
+    plain = random_injection(decoder, TICKETS, 3)
+    assert with_states_expert(plain, decoder, LLM_PRIOR, some) is plain
+    (method,) = make_methods(["ensemble"], {"experts": "llm,states", "steps": 1})
+    raises("needs an example of every label", method.fit, decoder, TICKETS, some, 0)
+
+
 def test_it_needs_the_llm_and_one_label_per_text(tmp_path, capsys):
     raises("add 'llm' to experts", EnsembleConfig(experts=("states", "tfidf")).members)
     rows = [(text, f"{word},x" if row % 2 else word) for row, (text, word) in enumerate(ROWS)]

@@ -85,9 +85,11 @@ class HiddenStates(Method):
         return self.fit_on(injection, decoder, demonstrations)
 
     def fit_on(self, injection: Injection, decoder: Decoder, demonstrations: Examples) -> StatesPredictor:
-        """Fit the classifier to a fitted injection."""
+        """Fit the classifier to a fitted injection. Raises I2CLError if a label has no demonstration."""
         weighted = self.inner.weighted(injection.task, demonstrations)
         fitted = with_states_expert(injection, decoder, llm_prior(self.inner), weighted)
+        if fitted.head.states is None:
+            raise I2CLError(f"the expert {self.name!r} needs an example of every label: add them")
         return StatesPredictor(fitted, decoder)
 
 
@@ -112,7 +114,7 @@ class PooledPredictor:
 
 
 class Ensemble(Wrapper):
-    """A log-linear pool of a method and text experts, with weights from a cross-validation.
+    """A log-linear pool of a method and other experts, with weights from a cross-validation.
 
     With one example per class, cross-validation is not possible, and the weights are the means of their
     priors. If only some classes have one example, the weights are fitted to the rows of the others.
@@ -125,8 +127,10 @@ class Ensemble(Wrapper):
     settings = (EnsembleConfig,)
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`, and without the
-        LLM.
+        """Fit the experts and the weights.
+
+        Raises I2CLError as `EnsembleConfig.members`, without the LLM, or for hidden states of a method that
+        does not edit it.
         """
         methods_by_name: dict[str, Method] = dict(text_methods(self.config))
         device = str(decoder.device)

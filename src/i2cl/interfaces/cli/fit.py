@@ -90,7 +90,7 @@ class MethodOptions:
     experts: str | None = opt(
         None,
         "Classifiers that are combined, separated by commas: llm, and logistic regression on states (hidden "
-        "states of the llm), embeddings (of a sentence encoder) or tfidf (character n-grams). Without llm, "
+        "states of the LLM), embeddings (of a sentence encoder) or tfidf (character n-grams). Without llm, "
         "the model never runs. Default: llm,embeddings,tfidf; embeddings only if i2cl\\[embeddings] and an "
         "encoder are installed.",
     )
